@@ -1,0 +1,1 @@
+"""Benchmarks: one question per module, `python -m bench.NAME [--json]`."""

@@ -1,0 +1,237 @@
+// kvstore_service._native: the data plane for Python. The API is documented in kvstore_service/_native.pyi.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "store/crc32c.h"
+#include "store/data_plane.h"
+#include "store/eviction.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace headgate;
+
+namespace {
+
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
+template <size_t N>
+void set_bytes(uint8_t (&to)[N], const nb::bytes& from, const char* name) {
+  if (from.size() != N)
+    throw invalid_argument(std::string(name) + " must have " + std::to_string(N) + " bytes, not " +
+                           std::to_string(from.size()));
+  std::memcpy(to, from.c_str(), N);
+}
+
+template <size_t N>
+nb::bytes get_bytes(const uint8_t (&from)[N]) {
+  return nb::bytes(reinterpret_cast<const char*>(from), N);
+}
+
+PackHeader make_header(const nb::bytes& pack_id, const nb::bytes& build, const nb::bytes& parent,
+                       const nb::bytes& fingerprint, uint32_t layers, const std::vector<KindHeader>& kinds,
+                       uint32_t tokens, uint32_t extent_blocks) {
+  if (kinds.empty() || kinds.size() > kKindsMax) throw invalid_argument("kinds: there must be 1..4");
+  PackHeader h{};
+  set_bytes(h.pack_id, pack_id, "pack_id");
+  set_bytes(h.build, build, "build");
+  set_bytes(h.parent, parent, "parent");
+  set_bytes(h.fingerprint, fingerprint, "fingerprint");
+  h.layers = layers;
+  h.kind_count = uint32_t(kinds.size());
+  std::copy(kinds.begin(), kinds.end(), h.kinds);
+  h.tokens = tokens;
+  h.extent_blocks = extent_blocks;
+  check_shape(h);
+  lay_out(h);
+  return h;
+}
+
+template <typename T>
+nb::object to_array(std::vector<T>&& values, std::vector<size_t> shape) {
+  auto* owned = new std::vector<T>(std::move(values));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, T>(owned->data(), shape.size(), shape.data(), owner));
+}
+
+nb::object read_map(DataPlane& plane, uint32_t pack) {
+  std::vector<uint16_t> map;
+  PackHeader h;
+  {
+    nb::gil_scoped_release release;
+    h = plane.pack_header(pack);
+    map = plane.read_map(pack);
+  }
+  return to_array(std::move(map), {h.layers, h.kinds[0].lanes, h.tokens});
+}
+
+using HotRecords = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void warm(DataPlane& plane, uint32_t pack, HotRecords hot) {
+  nb::gil_scoped_release release;
+  PackHeader h = plane.pack_header(pack);
+  if (hot.shape(0) != h.layers || hot.shape(1) != h.kinds[0].lanes)
+    throw invalid_argument("hot_records must be uint32[layers, lanes] of the pack");
+  plane.warm(pack, hot.data());
+}
+
+using Windows = nb::ndarray<const uint64_t, nb::shape<-1, -1, 2>, nb::c_contig, nb::device::cpu>;
+
+uint32_t bind_slot(DataPlane& plane, uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs, Windows windows,
+                   uint32_t record_bytes) {
+  nb::gil_scoped_release release;
+  std::vector<LaneWindow> lanes(windows.shape(0) * windows.shape(1));
+  for (size_t i = 0; i < lanes.size(); ++i) lanes[i] = {windows.data()[2 * i], windows.data()[2 * i + 1]};
+  return plane.bind(worker, slot, packs, uint32_t(windows.shape(0)), uint32_t(windows.shape(1)), std::move(lanes),
+                    record_bytes);
+}
+
+nb::dict stats(DataPlane& plane) {
+  std::vector<std::pair<std::string, uint64_t>> figures;
+  {
+    nb::gil_scoped_release release;
+    figures = plane.stats();
+  }
+  nb::dict out;
+  for (const auto& [name, value] : figures) out[name.c_str()] = value;
+  return out;
+}
+
+nb::object drain_trace(DataPlane& plane) {
+  std::vector<uint64_t> flat;
+  for (const TraceRow& row : plane.drain_trace()) flat.insert(flat.end(), row.begin(), row.end());
+  size_t rows = flat.size() / std::tuple_size_v<TraceRow>;
+  return to_array(std::move(flat), {rows, std::tuple_size_v<TraceRow>});
+}
+
+void bind_errors(nb::module_& m) {
+  static PyObject* native_error = PyErr_NewExceptionWithDoc("kvstore_service._native.NativeError",
+                                                            "An error of the data plane; `code` names a gRPC status.",
+                                                            PyExc_RuntimeError, nullptr);
+  m.attr("NativeError") = nb::handle(native_error);
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const Error& error) {
+      nb::object instance = nb::handle(native_error)(error.what());
+      instance.attr("code") = error.code();
+      PyErr_SetObject(native_error, instance.ptr());
+    }
+  });
+}
+
+void bind_shapes(nb::module_& m) {
+  nb::class_<KindHeader>(m, "KindSpec")
+      .def("__init__",
+           [](KindHeader* self, uint32_t lanes, uint32_t d, uint32_t dtype, uint32_t record_bytes) {
+             new (self) KindHeader{lanes, d, dtype, record_bytes, 0, 0};
+           },
+           "lanes"_a, "d"_a, "dtype"_a, "record_bytes"_a)
+      .def_ro("lanes", &KindHeader::lanes)
+      .def_ro("d", &KindHeader::d)
+      .def_ro("dtype", &KindHeader::dtype)
+      .def_ro("record_bytes", &KindHeader::record_bytes);
+
+  nb::class_<PackHeader>(m, "PackSpec")
+      .def("__init__",
+           [](PackHeader* self, nb::bytes pack_id, nb::bytes build, nb::bytes parent, nb::bytes fingerprint,
+              uint32_t layers, const std::vector<KindHeader>& kinds, uint32_t tokens, uint32_t extent_blocks) {
+             new (self) PackHeader(make_header(pack_id, build, parent, fingerprint, layers, kinds, tokens, extent_blocks));
+           },
+           "pack_id"_a, "build"_a, "parent"_a, "fingerprint"_a, "layers"_a, "kinds"_a, "tokens"_a, "extent_blocks"_a)
+      .def_prop_ro("pack_id", [](const PackHeader& h) { return get_bytes(h.pack_id); })
+      .def_prop_ro("build", [](const PackHeader& h) { return get_bytes(h.build); })
+      .def_prop_ro("parent", [](const PackHeader& h) { return get_bytes(h.parent); })
+      .def_prop_ro("fingerprint", [](const PackHeader& h) { return get_bytes(h.fingerprint); })
+      .def_ro("layers", &PackHeader::layers)
+      .def_ro("tokens", &PackHeader::tokens)
+      .def_ro("extent_blocks", &PackHeader::extent_blocks)
+      .def_ro("file_bytes", &PackHeader::file_bytes)
+      .def_prop_ro("kinds", [](const PackHeader& h) { return std::vector<KindHeader>(h.kinds, h.kinds + h.kind_count); })
+      .def("segment_bytes", [](const PackHeader& h, uint32_t kind) {
+        if (kind >= h.kind_count) throw invalid_argument("kind " + std::to_string(kind) + " does not exist");
+        return h.kinds[kind].segment_bytes;
+      }, "kind"_a);
+
+  nb::class_<RingGeometry>(m, "RingGeometry")
+      .def("__init__",
+           [](RingGeometry* self, uint32_t tickets, uint32_t runs_max, uint32_t pairs_max) {
+             RingGeometry g{tickets, runs_max, pairs_max};
+             if (!RingLayout{g}.valid())
+               throw invalid_argument("tickets must be a power of two in 2..4096, runs_max 1..65535, pairs_max 1..2^24");
+             new (self) RingGeometry(g);
+           },
+           "tickets"_a, "runs_max"_a, "pairs_max"_a)
+      .def_ro("tickets", &RingGeometry::tickets)
+      .def_ro("runs_max", &RingGeometry::runs_max)
+      .def_ro("pairs_max", &RingGeometry::pairs_max)
+      .def_prop_ro("requests_bytes", [](const RingGeometry& g) { return RingLayout{g}.requests_bytes(); })
+      .def_prop_ro("completions_bytes", [](const RingGeometry& g) { return RingLayout{g}.completions_bytes(); });
+}
+
+void bind_policy(nb::module_& m) {
+  nb::class_<ClockPolicy>(m, "ClockPolicy")
+      .def(nb::init<uint32_t>(), "frames"_a)
+      .def("admit", &ClockPolicy::admit, "frame"_a, "weight"_a)
+      .def("use", &ClockPolicy::use, "frame"_a)
+      .def("remove", &ClockPolicy::remove, "frame"_a)
+      .def("victim", [](ClockPolicy& p) { return p.victim([](uint32_t) { return true; }).value_or(UINT32_MAX); })
+      .def("coldest", [](ClockPolicy& p) { return p.coldest([](uint32_t) { return true; }).value_or(UINT32_MAX); });
+}
+
+void bind_data_plane(nb::module_& m) {
+  nb::class_<DataPlane>(m, "DataPlane")
+      .def("__init__",
+           [](DataPlane* self, uint64_t dram_bytes, uint32_t io_depth, uint32_t copy_threads, uint32_t spin_us,
+              uint32_t extent_blocks) {
+             new (self) DataPlane(DataPlaneOptions{dram_bytes, io_depth, copy_threads, spin_us, extent_blocks});
+           },
+           "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, NoGil())
+      .def("close", &DataPlane::close, NoGil())
+      .def("create_upload", &DataPlane::create_upload, "path"_a, "spec"_a, NoGil())
+      .def("upload_missing", &DataPlane::upload_missing, "upload"_a, NoGil())
+      .def("finish_upload", &DataPlane::finish_upload, "upload"_a, NoGil())
+      .def("abort_upload", &DataPlane::abort_upload, "upload"_a, NoGil())
+      .def("open_pack", &DataPlane::open_pack, "path"_a, NoGil())
+      .def("close_pack", &DataPlane::close_pack, "pack"_a, NoGil())
+      .def("pack_spec", &DataPlane::pack_header, "pack"_a, NoGil())
+      .def("read_map", &read_map, "pack"_a)
+      .def("verify_pack", &DataPlane::verify_pack, "pack"_a, NoGil())
+      .def("warm", &warm, "pack"_a, "hot_records"_a)
+      .def("add_worker", &DataPlane::add_worker, "window_fd"_a, "window_bytes"_a, "staging_fd"_a, "staging_bytes"_a,
+           "slots"_a, NoGil())
+      .def("add_ring", &DataPlane::add_ring, "worker"_a, "requests_fd"_a, "completions_fd"_a, "geometry"_a, NoGil())
+      .def("remove_worker", &DataPlane::remove_worker, "worker"_a, NoGil())
+      .def("own_upload", &DataPlane::own_upload, "worker"_a, "upload"_a, NoGil())
+      .def("bind", &bind_slot, "worker"_a, "slot"_a, "packs"_a, "windows"_a, "record_bytes"_a)
+      .def("extend", &DataPlane::extend, "worker"_a, "slot"_a, "pack"_a, NoGil())
+      .def("unbind", &DataPlane::unbind, "worker"_a, "slot"_a, NoGil())
+      .def("stats", &stats)
+      .def("drain_trace", &drain_trace)
+      .def("set_faults",
+           [](DataPlane& plane, bool stopped, uint32_t delay_us, bool delay_random, uint32_t fail_every, bool reorder,
+              uint64_t seed) {
+             plane.set_faults(FaultOptions{stopped, delay_random, reorder, delay_us, fail_every, seed});
+           },
+           "stopped"_a = false, "delay_us"_a = 0, "delay_random"_a = false, "fail_every"_a = 0, "reorder"_a = false,
+           "seed"_a = 0, NoGil());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.attr("BLOCK_BYTES") = kBlockBytes;
+  m.attr("HASH_BLOCK_TOKENS") = kHashBlockTokens;
+  m.attr("PACK_VERSION") = kPackVersion;
+  m.attr("RING_VERSION") = kRingVersion;
+  bind_errors(m);
+  bind_shapes(m);
+  bind_policy(m);
+  bind_data_plane(m);
+  m.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
+  m.def("crc32c_portable", [](nb::bytes data) { return crc32c_portable(0, data.c_str(), data.size()); }, "data"_a);
+}

@@ -1,0 +1,213 @@
+// decode_worker._native: the ring producer and the CPU kernels. Shapes are checked here, once; kernels trust them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "bindings/worker_ring.h"
+#include "cpu/attend.h"
+#include "cpu/level.h"
+#include "cpu/query.h"
+#include "cpu/store_token.h"
+
+namespace nb = nanobind;
+
+namespace headgate {
+namespace {
+
+template <class T, int kDims>
+using In = nb::ndarray<const T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
+using Window = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void require(bool ok, const char* message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
+// A NumPy array that owns `data`.
+template <class T>
+nb::ndarray<nb::numpy, T> owned(std::unique_ptr<T[]> data, std::initializer_list<size_t> shape) {
+  T* raw = data.get();
+  nb::capsule owner(data.release(), [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return nb::ndarray<nb::numpy, T>(raw, shape, owner);
+}
+
+template <class T>
+nb::ndarray<nb::numpy, T> owned(std::vector<T> data, std::initializer_list<size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(data));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
+}
+
+Dtype storage(int dtype, size_t d, size_t record_bytes) {
+  require(dtype == 1 || dtype == 2, "dtype must be 1 (float32) or 2 (bfloat16)");
+  require(2 * d * (dtype == 1 ? 4 : 2) <= record_bytes, "a key and a value do not fit record_bytes");
+  return static_cast<Dtype>(dtype);
+}
+
+void require_inside(uint64_t base, int64_t first, int64_t count, size_t record_bytes, size_t window_bytes) {
+  require(first >= 0 && count >= 0, "attend: a place or a count is negative");
+  require(base <= window_bytes && uint64_t(first + count) * record_bytes <= window_bytes - base,
+          "attend: a place lies outside the window");
+}
+
+void check_places(const AttendArgs& a, size_t window_bytes) {
+  for (int lane = 0; lane < a.batch * a.heads; ++lane) {
+    for (int r = 0; r < a.range_count; ++r) {
+      const int32_t* range = a.ranges + (size_t(lane) * a.range_count + r) * 2;
+      if (range[1] != 0) require_inside(a.base[lane], range[0], range[1], a.record_bytes, window_bytes);
+    }
+    require(a.counts[lane] >= 0 && a.counts[lane] <= a.place_stride, "attend: counts exceeds the place list");
+    const int32_t* place = a.places + size_t(lane) * a.place_stride;
+    uint32_t most = 0;  // a negative place becomes a large one
+    for (int i = 0; i < a.counts[lane]; ++i) most = std::max(most, static_cast<uint32_t>(place[i]));
+    if (a.counts[lane] > 0) require_inside(a.base[lane], most, 1, a.record_bytes, window_bytes);
+  }
+}
+
+nb::ndarray<nb::numpy, float> bind_attend(In<float, 3> query, Window window, In<uint64_t, 2> base,
+                                          In<int32_t, 4> ranges, In<int32_t, 3> places, In<int32_t, 2> counts,
+                                          int dtype, size_t record_bytes, float scale, int threads) {
+  const size_t batch = base.shape(0), heads = base.shape(1), d = query.shape(2);
+  require(query.shape(0) == batch && heads > 0 && query.shape(1) % heads == 0, "attend: query must be [B, H * g, d]");
+  require(d % 16 == 0 && d > 0, "attend: d must be a multiple of 16");
+  require(ranges.shape(0) == batch && ranges.shape(1) == heads && ranges.shape(3) == 2,
+          "attend: ranges must be [B, H, R, 2]");
+  require(places.shape(0) == batch && places.shape(1) == heads, "attend: places must be [B, H, K]");
+  require(counts.shape(0) == batch && counts.shape(1) == heads, "attend: counts must be [B, H]");
+  require(threads >= 1, "attend: threads must be at least 1");
+  std::unique_ptr<float[]> out(new float[query.size()]);
+  const AttendArgs args{.query = query.data(),
+                        .window = window.data(),
+                        .base = base.data(),
+                        .ranges = ranges.data(),
+                        .places = places.data(),
+                        .counts = counts.data(),
+                        .batch = int(batch),
+                        .heads = int(heads),
+                        .group = int(query.shape(1) / heads),
+                        .d = int(d),
+                        .range_count = int(ranges.shape(2)),
+                        .place_stride = int(places.shape(2)),
+                        .dtype = storage(dtype, d, record_bytes),
+                        .record_bytes = record_bytes,
+                        .scale = scale,
+                        .threads = threads,
+                        .out = out.get()};
+  {
+    nb::gil_scoped_release release;
+    check_places(args, window.size());
+    attend(args);
+  }
+  return owned(std::move(out), {batch, query.shape(1), d});
+}
+
+void bind_store_token(Window window, In<uint64_t, 2> base, In<int32_t, 2> place, In<float, 3> key, In<float, 3> value,
+                      int dtype, size_t record_bytes) {
+  const size_t lanes = base.size(), d = key.shape(2);
+  require(place.shape(0) == base.shape(0) && place.shape(1) == base.shape(1), "store_token: place must be [B, H]");
+  require(key.size() == lanes * d && value.size() == lanes * d, "store_token: key and value must be [B, H, d]");
+  const Dtype stored = storage(dtype, d, record_bytes);
+  nb::gil_scoped_release release;
+  for (size_t lane = 0; lane < lanes; ++lane) {
+    if (place.data()[lane] == -1) continue;
+    require(place.data()[lane] >= 0 && base.data()[lane] <= window.size() &&
+                (uint64_t(place.data()[lane]) + 1) * record_bytes <= window.size() - base.data()[lane],
+            "store_token: a place lies outside the window");
+    uint8_t* record = window.data() + base.data()[lane] + uint64_t(place.data()[lane]) * record_bytes;
+    store_token(record, key.data() + lane * d, value.data() + lane * d, d, stored);
+  }
+}
+
+nb::ndarray<nb::numpy, float> bind_similarity(In<float, 4> query, In<float, 4> label, In<float, 2> weights,
+                                              float cos_floor) {
+  const size_t batch = query.shape(0), heads = query.shape(1), group = query.shape(2), d = query.shape(3);
+  for (int i = 0; i < 4; ++i) require(label.shape(i) == query.shape(i), "similarity: label's shape differs from query's");
+  require(weights.shape(0) == heads && weights.shape(1) == group, "similarity: weights must be [H, g]");
+  std::unique_ptr<float[]> out(new float[batch * heads]);
+  {
+    nb::gil_scoped_release release;
+    for (size_t i = 0; i < batch * heads; ++i) {
+      out[i] = similarity(query.data() + i * group * d, label.data() + i * group * d,
+                          weights.data() + i % heads * group, int(group), int(d), cos_floor);
+    }
+  }
+  return owned(std::move(out), {batch, heads});
+}
+
+nb::ndarray<nb::numpy, uint64_t> bind_hash_encode(In<float, 2> x, In<float, 2> projection, In<float, 1> centre) {
+  const size_t n = x.shape(0), d = x.shape(1);
+  require(projection.shape(0) == d && projection.shape(1) == kHashBits, "hash_encode: projection must be [d, 256]");
+  require(centre.shape(0) == d, "hash_encode: centre must be [d]");
+  std::unique_ptr<uint64_t[]> codes(new uint64_t[n * kHashWords]);
+  {
+    nb::gil_scoped_release release;
+    hash_encode(x.data(), projection.data(), centre.data(), n, int(d), codes.get());
+  }
+  return owned(std::move(codes), {n, kHashWords});
+}
+
+nb::ndarray<nb::numpy, int32_t> bind_hash_select(In<uint64_t, 2> query_codes, std::vector<In<uint64_t, 2>> codes,
+                                                 std::vector<In<uint16_t, 1>> maps, std::vector<int32_t> first,
+                                                 int32_t low, int32_t high, int64_t k) {
+  require(query_codes.shape(1) == kHashWords, "hash_select: query_codes must be [g, 4]");
+  require(codes.size() == maps.size() && codes.size() == first.size(), "hash_select: one map and one first per pack");
+  std::vector<PackCodes> packs;
+  int32_t next = INT32_MIN;
+  for (size_t i = 0; i < codes.size(); ++i) {
+    require(codes[i].shape(1) == kHashWords && codes[i].shape(0) == maps[i].shape(0),
+            "hash_select: a pack's codes must be [n, 4] and its map [n]");
+    require(first[i] >= next, "hash_select: packs must ascend");
+    packs.push_back({codes[i].data(), maps[i].data(), codes[i].shape(0), first[i]});
+    next = first[i] + int32_t(codes[i].shape(0));
+  }
+  std::vector<int32_t> chosen;
+  if (k > 0) {
+    nb::gil_scoped_release release;
+    chosen = hash_select(query_codes.data(), int(query_codes.shape(0)), packs, low, high, size_t(k));
+  }
+  const size_t count = chosen.size();
+  return owned(std::move(chosen), {count});
+}
+
+nb::tuple bind_delta(In<int32_t, 1> wanted, In<int32_t, 1> held, In<int32_t, 1> held_places,
+                     In<int32_t, 1> free_places) {
+  require(held.size() == held_places.size(), "delta: one place per held record");
+  Delta d;
+  {
+    nb::gil_scoped_release release;
+    d = delta(wanted.data(), wanted.size(), held.data(), held_places.data(), held.size(), free_places.data(),
+              free_places.size());
+  }
+  const size_t places = d.places.size(), pairs = d.pairs.size() / 2;
+  return nb::make_tuple(owned(std::move(d.places), {places}), owned(std::move(d.pairs), {pairs, 2}),
+                        d.fits ? int64_t(pairs) : int64_t(-1));
+}
+
+std::vector<int> level_numbers() {
+  std::vector<int> numbers;
+  for (Level l : levels()) numbers.push_back(static_cast<int>(l));
+  return numbers;
+}
+
+}  // namespace
+}  // namespace headgate
+
+NB_MODULE(_native, m) {
+  using namespace headgate;
+  bind_ring(m);
+  m.def("attend", &bind_attend, nb::arg("query"), nb::arg("window"), nb::arg("base"), nb::arg("ranges"),
+        nb::arg("places"), nb::arg("counts"), nb::arg("dtype"), nb::arg("record_bytes"), nb::arg("scale"),
+        nb::arg("threads"));
+  m.def("store_token", &bind_store_token, nb::arg("window"), nb::arg("base"), nb::arg("place"), nb::arg("key"),
+        nb::arg("value"), nb::arg("dtype"), nb::arg("record_bytes"));
+  m.def("similarity", &bind_similarity, nb::arg("query"), nb::arg("label"), nb::arg("weights"), nb::arg("cos_floor"));
+  m.def("hash_encode", &bind_hash_encode, nb::arg("x"), nb::arg("projection"), nb::arg("centre"));
+  m.def("hash_select", &bind_hash_select, nb::arg("query_codes"), nb::arg("codes"), nb::arg("maps"), nb::arg("first"),
+        nb::arg("low"), nb::arg("high"), nb::arg("k"));
+  m.def("delta", &bind_delta, nb::arg("wanted"), nb::arg("held"), nb::arg("held_places"), nb::arg("free_places"));
+  m.def("_levels", &level_numbers);
+  m.def("_set_level", [](int level) { set_level(static_cast<Level>(level)); });
+}

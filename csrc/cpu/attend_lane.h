@@ -1,0 +1,86 @@
+// What the attention kernels of all instruction sets share: the records of one lane as a sequence of blocks.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/attend.h"
+
+namespace headgate {
+
+inline constexpr int kBlockRecords = 64;  // 32 KiB of 512 B records: the next block travels to the L2 cache meanwhile
+inline constexpr int kCacheLine = 64;
+
+// Bfloat16 in memory; the kernels widen it to float32.
+struct Bf16 {
+  uint16_t bits;
+};
+
+struct Block {
+  const uint8_t* record[kBlockRecords];  // padded with the last record, so that kernels may read whole tiles
+  int count;
+};
+
+// Walks the records [from, to) of a lane: its ranges one after the other, then its place list.
+class LaneCursor {
+ public:
+  LaneCursor(const AttendArgs& a, int lane, size_t from, size_t to)
+      : first_(a.window + a.base[lane]),
+        record_bytes_(a.record_bytes),
+        range_(a.ranges + size_t(lane) * a.range_count * 2),
+        range_end_(range_ + a.range_count * 2),
+        place_(a.places + size_t(lane) * a.place_stride),
+        left_(to - from) {
+    while (range_ != range_end_ && from >= size_t(range_[1])) from -= range_[1], range_ += 2;
+    if (range_ == range_end_) place_ += from;
+    else skip_ = static_cast<int>(from);
+  }
+
+  void fill(Block& block) {
+    int want = static_cast<int>(std::min<size_t>(left_, kBlockRecords));
+    int n = 0;
+    while (n < want) {
+      if (range_ == range_end_) {
+        block.record[n++] = at(*place_++);
+        continue;
+      }
+      int take = std::min(range_[1] - skip_, want - n);
+      for (int i = 0; i < take; ++i) block.record[n++] = at(range_[0] + skip_ + i);
+      skip_ += take;
+      if (skip_ == range_[1]) range_ += 2, skip_ = 0;
+    }
+    for (int i = n; n > 0 && i < kBlockRecords; ++i) block.record[i] = block.record[n - 1];
+    block.count = n;
+    left_ -= n;
+  }
+
+ private:
+  const uint8_t* at(int32_t place) const { return first_ + size_t(place) * record_bytes_; }
+
+  const uint8_t* first_;
+  size_t record_bytes_;
+  const int32_t* range_;
+  const int32_t* range_end_;
+  const int32_t* place_;
+  size_t left_;
+  int skip_ = 0;
+};
+
+// The unnormalised result over some records of a lane, in the kernel's element order; logarithms are base 2.
+struct Partial {
+  float* acc;  // [group][d]
+  float* top;  // [group], the largest score
+  float* sum;  // [group], of 2 ^ (score - top)
+};
+
+// query: [group][d] of the lane as `arrange` (attend.cc) lays it out for the kernel's width.
+using AttendPart = void (*)(const AttendArgs&, int lane, size_t from, size_t to, const float* query, Partial out);
+
+struct AttendKernel {
+  int width;  // floats per vector; d must be a multiple of 2 * width
+  AttendPart float32;
+  AttendPart bfloat16;
+};
+
+}  // namespace headgate

@@ -1,0 +1,256 @@
+// Counting select on summed Hamming distances: one pass for the distances and their histogram, one to collect.
+//
+// The g query codes fold into few bit planes. With n_j of the g codes having bit j set, a key pays n_j for a clear bit
+// and g - n_j for a set one, that is min(n_j, g - n_j), and |g - 2 n_j| more where it differs from the majority. So
+//     distance = sum_j min(n_j, g - n_j) + sum_b 2^b popcount((key ^ majority) & plane_b)
+// with plane_b bit b of |g - 2 n_j|: two population counts instead of four for g = 4, three instead of eight for g = 8.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <stdexcept>
+
+#include "cpu/level.h"
+#include "cpu/query.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross a function that is not inlined
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own intrinsics initialise a vector with itself
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace headgate {
+namespace {
+
+constexpr int kGroupMax = 128;  // distances stay below kOutside
+constexpr int kPlanesMax = 8;
+constexpr uint16_t kOutside = 0xffff;
+
+struct Planes {
+  uint64_t majority[kHashWords] = {};
+  uint64_t mask[kPlanesMax][kHashWords] = {};
+  int weight_log[kPlanesMax] = {};
+  int count = 0;
+  int floor = 0;  // what every key pays
+  int most = 0;   // the largest possible distance
+};
+
+Planes fold_queries(const uint64_t* codes, int group) {
+  Planes all{}, used{};
+  for (int j = 0; j < kHashBits; ++j) {
+    const int word = j / 64;
+    const uint64_t bit = uint64_t{1} << (j % 64);
+    int set = 0;
+    for (int i = 0; i < group; ++i) set += (codes[i * kHashWords + word] & bit) != 0;
+    used.floor += std::min(set, group - set);
+    used.most += std::max(set, group - set);
+    if (set > group - set) used.majority[word] |= bit;
+    const int extra = std::abs(group - 2 * set);
+    for (int b = 0; b < kPlanesMax; ++b) {
+      if (extra >> b & 1) all.mask[b][word] |= bit;
+    }
+  }
+  for (int b = 0; b < kPlanesMax; ++b) {
+    if (std::all_of(all.mask[b], all.mask[b] + kHashWords, [](uint64_t w) { return w == 0; })) continue;
+    std::copy_n(all.mask[b], kHashWords, used.mask[used.count]);
+    used.weight_log[used.count++] = b;
+  }
+  return used;
+}
+
+using Distances = void (*)(const Planes&, const uint64_t* codes, size_t n, uint16_t* out);
+
+__attribute__((always_inline)) inline void distances_by_word(const Planes& p, const uint64_t* codes, size_t n,
+                                                             uint16_t* out) {
+  for (size_t i = 0; i < n; ++i) {
+    int total = p.floor;
+    for (int b = 0; b < p.count; ++b) {
+      int bits = 0;
+      for (int w = 0; w < kHashWords; ++w) bits += std::popcount((codes[i * kHashWords + w] ^ p.majority[w]) & p.mask[b][w]);
+      total += bits << p.weight_log[b];
+    }
+    out[i] = static_cast<uint16_t>(total);
+  }
+}
+
+void distances_baseline(const Planes& p, const uint64_t* codes, size_t n, uint16_t* out) {
+  distances_by_word(p, codes, n, out);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,popcnt"))) void distances_popcnt(const Planes& p, const uint64_t* codes, size_t n,
+                                                             uint16_t* out) {
+  distances_by_word(p, codes, n, out);
+}
+
+#define HEADGATE_VPOPCNT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,popcnt")))
+
+HEADGATE_VPOPCNT inline __attribute__((always_inline)) __m512i twice(const uint64_t* words) {
+  return _mm512_maskz_broadcast_i64x4(0xff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
+}
+
+// Words of two codes per vector; four vectors fold into the eight sums. kCount planes stay in registers.
+template <int kCount>
+HEADGATE_VPOPCNT void distances_vpopcnt(const Planes& p, const uint64_t* codes, size_t n, uint16_t* out) {
+  const __m512i majority = twice(p.majority);
+  __m512i mask[kCount];
+  __m128i shift[kCount];
+  for (int b = 0; b < kCount; ++b) mask[b] = twice(p.mask[b]), shift[b] = _mm_cvtsi32_si128(p.weight_log[b]);
+  const __m512i base = _mm512_set1_epi64(p.floor);
+  // The folds leave the sums as records 0 2 1 3 4 6 5 7.
+  const __m512i order = _mm512_setr_epi64(0, 2, 1, 3, 4, 6, 5, 7);
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    __m512i v[4];
+    for (int j = 0; j < 4; ++j) {
+      const __m512i x = _mm512_xor_si512(_mm512_loadu_si512(codes + (i + 2 * j) * kHashWords), majority);
+      v[j] = _mm512_sll_epi64(_mm512_popcnt_epi64(_mm512_and_si512(x, mask[0])), shift[0]);
+      for (int b = 1; b < kCount; ++b) {
+        v[j] = _mm512_add_epi64(v[j], _mm512_sll_epi64(_mm512_popcnt_epi64(_mm512_and_si512(x, mask[b])), shift[b]));
+      }
+    }
+    const __m512i a = _mm512_add_epi64(_mm512_unpacklo_epi64(v[0], v[1]), _mm512_unpackhi_epi64(v[0], v[1]));
+    const __m512i b = _mm512_add_epi64(_mm512_unpacklo_epi64(v[2], v[3]), _mm512_unpackhi_epi64(v[2], v[3]));
+    // a: [code 0, code 2] over words 0 and 1, the same over words 2 and 3, then codes 1 and 3 likewise.
+    const __m512i low = _mm512_shuffle_i64x2(a, b, 0x88), high = _mm512_shuffle_i64x2(a, b, 0xdd);
+    const __m512i sum = _mm512_add_epi64(_mm512_add_epi64(low, high), base);
+    const __m128i packed = _mm512_cvtepi64_epi16(_mm512_permutexvar_epi64(order, sum));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), packed);
+  }
+  distances_by_word(p, codes + i * kHashWords, n - i, out + i);
+}
+
+Distances vpopcnt_for(int planes) {
+  switch (planes) {
+    case 1: return distances_vpopcnt<1>;
+    case 2: return distances_vpopcnt<2>;
+    case 3: return distances_vpopcnt<3>;
+    case 4: return distances_vpopcnt<4>;
+    default: return distances_popcnt;
+  }
+}
+#endif
+
+Distances kernel(int planes) {
+#if defined(__x86_64__)
+  if (level() == Level::kAvx512 && has_vpopcnt()) return vpopcnt_for(planes);
+  if (level() >= Level::kAvx2) return distances_popcnt;
+#endif
+  return distances_baseline;
+}
+
+// Only packs that straddle the limits pay for the look at the map.
+void exclude(const PackCodes& pack, int32_t low, int32_t high, uint16_t* out) {
+  const int32_t last = pack.first + static_cast<int32_t>(pack.count);
+  if (pack.first >= low && last <= high) return;
+  for (size_t i = 0; i < pack.count; ++i) {
+    const int32_t token = pack.first + pack.map[i];
+    if (token < low || token >= high) out[i] = kOutside;
+  }
+}
+
+// Four tables, since equal distances in a row would wait for each other's increment.
+std::vector<uint32_t> histogram(const std::vector<uint16_t>& distance, int most) {
+  const size_t buckets = size_t(most) + 2;  // the last one takes kOutside
+  std::vector<uint32_t> counts(4 * buckets);
+  for (size_t i = 0; i < distance.size(); ++i) ++counts[(i % 4) * buckets + std::min<size_t>(distance[i], buckets - 1)];
+  for (size_t b = 0; b < buckets; ++b) {
+    counts[b] += counts[buckets + b] + counts[2 * buckets + b] + counts[3 * buckets + b];
+  }
+  counts.resize(buckets - 1);
+  return counts;
+}
+
+// Bit i of (below, equal): distance[i] < / == limit, for 32 records.
+struct Masks {
+  uint32_t below, equal;
+};
+
+Masks compare_baseline(const uint16_t* distance, uint16_t limit) {
+  Masks m{0, 0};
+  for (int i = 0; i < 32; ++i) {
+    m.below |= uint32_t(distance[i] < limit) << i;
+    m.equal |= uint32_t(distance[i] == limit) << i;
+  }
+  return m;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512bw"))) Masks compare_avx512(const uint16_t* distance, uint16_t limit) {
+  const __m512i d = _mm512_loadu_si512(distance), l = _mm512_set1_epi16(static_cast<int16_t>(limit));
+  return {_mm512_cmplt_epu16_mask(d, l), _mm512_cmpeq_epi16_mask(d, l)};
+}
+
+__attribute__((target("avx2"))) Masks compare_avx2(const uint16_t* distance, uint16_t limit) {
+  const __m256i l = _mm256_set1_epi16(static_cast<int16_t>(limit));
+  const auto* at = reinterpret_cast<const __m256i*>(distance);
+  const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
+  const auto bits = [](__m256i x, __m256i y) __attribute__((target("avx2"))) {
+    return static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(x, y), 0xd8)));
+  };
+  const uint32_t equal = bits(_mm256_cmpeq_epi16(a, l), _mm256_cmpeq_epi16(b, l));
+  const uint32_t not_above =
+      bits(_mm256_cmpeq_epi16(_mm256_min_epu16(a, l), a), _mm256_cmpeq_epi16(_mm256_min_epu16(b, l), b));
+  return {not_above & ~equal, equal};
+}
+#endif
+
+Masks (*compare())(const uint16_t*, uint16_t) {
+#if defined(__x86_64__)
+  if (level() == Level::kAvx512) return compare_avx512;
+  if (level() == Level::kAvx2) return compare_avx2;
+#endif
+  return compare_baseline;
+}
+
+uint32_t lowest_bits(uint32_t mask, size_t count) {
+  while (static_cast<size_t>(std::popcount(mask)) > count) mask &= ~(uint32_t{1} << (31 - std::countl_zero(mask)));
+  return mask;
+}
+
+}  // namespace
+
+std::vector<int32_t> hash_select(const uint64_t* query_codes, int group, const std::vector<PackCodes>& packs,
+                                 int32_t low, int32_t high, size_t k) {
+  if (group < 1 || group > kGroupMax) throw std::invalid_argument("hash_select: 1 to 128 query heads per KV head");
+  const Planes planes = fold_queries(query_codes, group);
+  size_t n = 0;
+  for (const PackCodes& pack : packs) n += pack.first < high ? pack.count : 0;
+  thread_local std::vector<uint16_t> distance;
+  distance.assign((n + 31) / 32 * 32, kOutside);
+  const Distances measure = kernel(planes.count);
+  size_t at = 0;
+  for (const PackCodes& pack : packs) {
+    if (pack.first >= high) continue;
+    measure(planes, pack.codes, pack.count, distance.data() + at);
+    exclude(pack, low, high, distance.data() + at);
+    at += pack.count;
+  }
+  const std::vector<uint32_t> counts = histogram(distance, planes.most);
+  size_t below = 0, limit = 0;
+  while (limit < counts.size() && below + counts[limit] <= k) below += counts[limit++];
+  // Everything nearer than `limit` is taken, and the first `ties` at it.
+  size_t ties = limit < counts.size() ? k - below : 0;
+
+  std::vector<int32_t> chosen;
+  chosen.reserve(below + ties);
+  const auto compare32 = compare();
+  at = 0;
+  size_t pack_index = 0, pack_start = 0;
+  for (; at < n; at += 32) {
+    const Masks m = compare32(distance.data() + at, static_cast<uint16_t>(limit));
+    const uint32_t tied = lowest_bits(m.equal, ties);
+    ties -= std::popcount(tied);
+    for (uint32_t bits = m.below | tied; bits; bits &= bits - 1) {
+      const size_t index = at + std::countr_zero(bits);
+      while (index - pack_start >= packs[pack_index].count) pack_start += packs[pack_index++].count;
+      chosen.push_back(packs[pack_index].first + static_cast<int32_t>(index - pack_start));
+    }
+  }
+  return chosen;
+}
+
+}  // namespace headgate

@@ -1,0 +1,47 @@
+// What the data plane counts, and the times of its latest tickets.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace headgate {
+
+struct Counters {
+  using Count = std::atomic<uint64_t>;
+  Count tickets{0}, runs{0}, runs_ok{0}, runs_error{0}, runs_stale{0};
+  Count records_copied{0}, bytes_copied{0}, extent_hits{0}, extent_misses{0}, evictions{0};
+  Count nvme_read_bytes{0}, nvme_read_ops{0}, nvme_write_bytes{0}, crc_errors{0};
+  Count wakes{0}, sleeps{0}, store_bytes{0}, warm_bytes{0}, promotes_dropped{0};
+};
+
+inline void add(Counters::Count& count, uint64_t n = 1) { count.fetch_add(n, std::memory_order_relaxed); }
+
+// ring, seq, step << 16 | layer, seen, first copy, done (ns)
+using TraceRow = std::array<uint64_t, 6>;
+
+class Trace {
+ public:
+  void record(const TraceRow& row) {
+    std::lock_guard lock(mutex_);
+    rows_[written_++ % kRows] = row;
+  }
+  std::vector<TraceRow> drain() {
+    std::lock_guard lock(mutex_);
+    uint64_t first = written_ > drained_ + kRows ? written_ - kRows : drained_;
+    std::vector<TraceRow> out;
+    for (; first < written_; ++first) out.push_back(rows_[first % kRows]);
+    drained_ = written_;
+    return out;
+  }
+
+ private:
+  static constexpr uint64_t kRows = 4096;
+  std::mutex mutex_;
+  std::array<TraceRow, kRows> rows_{};
+  uint64_t written_ = 0, drained_ = 0;
+};
+
+}  // namespace headgate

@@ -1,0 +1,347 @@
+#include "store/data_plane.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace headgate {
+namespace {
+
+constexpr auto kDropNap = std::chrono::microseconds(200);
+constexpr uint32_t kSlotsMax = 1 << 16;
+constexpr uint32_t kThreadsMax = 64;
+constexpr uint32_t kDepthMax = 4096;
+
+// The number of packs that still belong to the slot is given back when it is unbound.
+void unbound(const Binding& binding) {
+  for (const auto& pack : binding.packs()) --pack->bound;
+}
+
+}  // namespace
+
+DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent_blocks, counters_) {
+  if (o.copy_threads < 1 || o.copy_threads > kThreadsMax) throw invalid_argument("copy_threads must be 1..64");
+  if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
+  for (uint32_t i = 0; i < o.copy_threads; ++i)
+    engines_.push_back(std::make_unique<CopyEngine>(EngineOptions{o.io_depth, o.spin_us}, frames_, counters_, faults_,
+                                                    trace_));
+}
+
+DataPlane::~DataPlane() { close(); }
+
+void DataPlane::close() {
+  for (auto& engine : engines_) engine->stop();
+  std::lock_guard lock(mutex_);
+  closed_ = true;
+  workers_.clear();
+  uploads_.clear();
+  for (auto& [id, pack] : packs_) frames_.drop(*pack);
+  packs_.clear();
+  rings_ = bound_slots_ = 0;
+}
+
+std::shared_ptr<PackFile> DataPlane::find_pack(uint32_t pack) {
+  std::lock_guard lock(mutex_);
+  auto found = packs_.find(pack);
+  if (found == packs_.end()) throw not_found("pack " + std::to_string(pack) + " is not open");
+  return found->second;
+}
+
+std::shared_ptr<Worker> DataPlane::find_worker(uint32_t worker) {
+  std::lock_guard lock(mutex_);
+  auto found = workers_.find(worker);
+  if (found == workers_.end()) throw not_found("worker " + std::to_string(worker) + " is not registered");
+  return found->second;
+}
+
+DataPlane::UploadEntry DataPlane::find_upload(uint32_t upload) {
+  std::lock_guard lock(mutex_);
+  auto found = uploads_.find(upload);
+  if (found == uploads_.end()) throw not_found("upload " + std::to_string(upload) + " does not exist");
+  return found->second;
+}
+
+// --- packs ---
+
+uint32_t DataPlane::create_upload(const std::string& path, const PackHeader& header) {
+  auto upload = std::make_shared<Upload>(path, header, counters_);
+  std::lock_guard lock(mutex_);
+  uint32_t id = next_id_++;
+  uploads_[id] = {std::move(upload), nullptr};
+  return id;
+}
+
+uint32_t DataPlane::upload_missing(uint32_t upload) { return find_upload(upload).upload->missing(); }
+
+void DataPlane::finish_upload(uint32_t upload) {
+  UploadEntry entry = find_upload(upload);
+  entry.upload->finish();
+  if (entry.owner) engine_of(*entry.owner).call([&] { entry.owner->uploads.erase(upload); });
+  std::lock_guard lock(mutex_);
+  uploads_.erase(upload);
+}
+
+void DataPlane::abort_upload(uint32_t upload) {
+  UploadEntry entry = find_upload(upload);
+  {
+    std::lock_guard lock(mutex_);
+    uploads_.erase(upload);
+  }
+  abort(entry, upload);
+}
+
+void DataPlane::abort(const UploadEntry& entry, uint32_t upload) {
+  if (entry.owner) {
+    CopyEngine& engine = engine_of(*entry.owner);
+    engine.call([&] {
+      entry.owner->uploads.erase(upload);
+      engine.give_up_upload(*entry.owner, upload);
+    });
+  }
+  entry.upload->abort();
+}
+
+uint32_t DataPlane::open_pack(const std::string& path) {
+  auto pack = std::make_shared<PackFile>(path, counters_);
+  if (pack->header().extent_blocks != frames_.extent_blocks())
+    throw failed_precondition(path + " has extents of " + std::to_string(pack->header().extent_blocks) +
+                              " blocks; this data plane was started with extent_blocks = " +
+                              std::to_string(frames_.extent_blocks()));
+  std::lock_guard lock(mutex_);
+  if (closed_) throw unavailable("the data plane is closed");
+  uint32_t id = next_id_++;
+  packs_[id] = std::move(pack);
+  return id;
+}
+
+void DataPlane::close_pack(uint32_t pack) {
+  std::shared_ptr<PackFile> file;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = packs_.find(pack);
+    if (found == packs_.end()) throw not_found("pack " + std::to_string(pack) + " is not open");
+    if (found->second->bound > 0) throw failed_precondition("pack " + std::to_string(pack) + " is bound to a slot");
+    file = std::move(found->second);
+    packs_.erase(found);
+  }
+  for (auto& engine : engines_) engine->call([&] { engine->forget_pack(file.get()); });
+  while (!frames_.drop(*file)) std::this_thread::sleep_for(kDropNap);  // reads in flight keep their frames
+}
+
+PackHeader DataPlane::pack_header(uint32_t pack) { return find_pack(pack)->header(); }
+std::vector<uint16_t> DataPlane::read_map(uint32_t pack) { return find_pack(pack)->read_map(); }
+std::vector<uint32_t> DataPlane::verify_pack(uint32_t pack) { return find_pack(pack)->verify(); }
+
+void DataPlane::warm(uint32_t pack, const uint32_t* hot_records) {
+  AheadJob job{find_pack(pack), {}, 0};
+  const PackHeader& h = job.pack->header();
+  const KindHeader& kind = h.kinds[0];
+  uint32_t per_block = records_per_block(kind.record_bytes);
+  uint32_t segments = h.layers * kind.lanes;
+  // Rank by rank over all segments, so that a tier too small for all still holds the best of each.
+  uint32_t ranks = uint32_t(kind.segment_bytes / kBlockBytes + h.extent_blocks) / h.extent_blocks + 1;
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
+    for (uint32_t s = 0; s < segments; ++s) {
+      uint32_t hot = std::min(hot_records[s], h.tokens);
+      if (hot == 0) continue;
+      uint32_t first = job.pack->segment_block(0, s / kind.lanes, s % kind.lanes);
+      uint32_t extent = first / h.extent_blocks + rank;
+      if (extent <= (first + (hot - 1) / per_block) / h.extent_blocks) job.extents.push_back(extent);
+    }
+  }
+  CopyEngine& engine = *engines_[pack % engines_.size()];
+  engine.call([&] {
+    if (!engine.read_ahead(std::move(job))) throw resource_exhausted("too many packs are being warmed");
+  });
+}
+
+// --- workers ---
+
+uint32_t DataPlane::add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes,
+                               uint32_t slots) {
+  if (slots < 1 || slots > kSlotsMax) throw invalid_argument("slots must be 1..65536");
+  uint32_t id;
+  {
+    std::lock_guard lock(mutex_);
+    id = next_id_++;
+  }
+  auto worker = std::make_shared<Worker>(id, window_fd, window_bytes, staging_fd, staging_bytes, slots);
+  CopyEngine& engine = engine_of(*worker);
+  engine.call([&] { engine.add_worker(worker); });
+  std::lock_guard lock(mutex_);
+  workers_[id] = std::move(worker);
+  return id;
+}
+
+uint32_t DataPlane::add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry) {
+  auto w = find_worker(worker);
+  uint32_t index = 0;
+  engine_of(*w).call([&] {
+    if (w->closed) throw failed_precondition("worker " + std::to_string(worker) + " is poisoned; register it anew");
+    index = uint32_t(w->rings.size());
+    uint64_t id = uint64_t{worker} << 16 | index;
+    w->rings.push_back(std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, id));
+  });
+  std::lock_guard lock(mutex_);
+  ++rings_;
+  return index;
+}
+
+void DataPlane::remove_worker(uint32_t worker) {
+  std::shared_ptr<Worker> w;
+  std::vector<std::pair<uint32_t, UploadEntry>> uploads;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = workers_.find(worker);
+    if (found == workers_.end()) throw not_found("worker " + std::to_string(worker) + " is not registered");
+    w = std::move(found->second);
+    workers_.erase(found);
+    for (auto& entry : uploads_)
+      if (entry.second.owner == w) uploads.push_back(entry);
+    for (auto& entry : uploads) uploads_.erase(entry.first);
+  }
+  CopyEngine& engine = engine_of(*w);
+  uint32_t slots = 0;
+  engine.call([&] {
+    engine.remove_worker(*w);
+    for (Slot& slot : w->slots) {
+      if (!slot.binding) continue;
+      unbound(*slot.binding);
+      slot.binding.reset();
+      ++slots;
+    }
+    w->uploads.clear();
+  });
+  for (auto& [id, entry] : uploads) entry.upload->abort();
+  std::lock_guard lock(mutex_);
+  rings_ -= uint32_t(w->rings.size());
+  bound_slots_ -= slots;
+}
+
+void DataPlane::own_upload(uint32_t worker, uint32_t upload) {
+  auto w = find_worker(worker);
+  std::shared_ptr<Upload> file;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = uploads_.find(upload);
+    if (found == uploads_.end()) throw not_found("upload " + std::to_string(upload) + " does not exist");
+    if (found->second.owner && found->second.owner != w)
+      throw failed_precondition("upload " + std::to_string(upload) + " belongs to another worker");
+    found->second.owner = w;
+    file = found->second.upload;
+  }
+  engine_of(*w).call([&] { w->uploads[upload] = file; });
+}
+
+// Counts the pack as bound before anyone could close it.
+std::shared_ptr<PackFile> DataPlane::bound_pack(uint32_t pack) {
+  std::lock_guard lock(mutex_);
+  auto found = packs_.find(pack);
+  if (found == packs_.end()) throw not_found("pack " + std::to_string(pack) + " is not open");
+  ++found->second->bound;
+  return found->second;
+}
+
+uint32_t DataPlane::bind(uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs, uint32_t layers,
+                         uint32_t lanes, std::vector<LaneWindow> windows, uint32_t record_bytes) {
+  auto w = find_worker(worker);
+  if (slot >= w->slots.size()) throw invalid_argument("slot " + std::to_string(slot) + " of " +
+                                                      std::to_string(w->slots.size()));
+  std::vector<std::shared_ptr<PackFile>> files;
+  uint32_t epoch = 0;
+  try {
+    for (uint32_t pack : packs) files.push_back(bound_pack(pack));
+    Binding binding(files, layers, lanes, std::move(windows), record_bytes, w->window.bytes());
+    engine_of(*w).call([&] {
+      Slot& s = w->slots[slot];
+      if (w->closed) throw failed_precondition("worker " + std::to_string(worker) + " is poisoned; register it anew");
+      if (s.binding) throw failed_precondition("slot " + std::to_string(slot) + " is bound");
+      s.binding = std::move(binding);
+      epoch = ++s.epoch;
+    });
+  } catch (...) {
+    for (auto& file : files) --file->bound;
+    throw;
+  }
+  std::lock_guard lock(mutex_);
+  ++bound_slots_;
+  return epoch;
+}
+
+uint32_t DataPlane::extend(uint32_t worker, uint32_t slot, uint32_t pack) {
+  auto w = find_worker(worker);
+  auto file = bound_pack(pack);
+  uint32_t records = 0;
+  try {
+    engine_of(*w).call([&] {
+      if (slot >= w->slots.size() || !w->slots[slot].binding)
+        throw failed_precondition("slot " + std::to_string(slot) + " is not bound");
+      w->slots[slot].binding->append(file);
+      records = w->slots[slot].binding->records();
+    });
+  } catch (...) {
+    --file->bound;
+    throw;
+  }
+  return records;
+}
+
+void DataPlane::unbind(uint32_t worker, uint32_t slot) {
+  auto w = find_worker(worker);
+  CopyEngine& engine = engine_of(*w);
+  engine.call([&] {
+    if (slot >= w->slots.size() || !w->slots[slot].binding)
+      throw failed_precondition("slot " + std::to_string(slot) + " is not bound");
+    engine.give_up_slot(*w, slot);
+    unbound(*w->slots[slot].binding);
+    w->slots[slot].binding.reset();
+  });
+  std::lock_guard lock(mutex_);
+  --bound_slots_;
+}
+
+// --- figures ---
+
+std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
+  std::lock_guard lock(mutex_);
+  const Counters& c = counters_;
+  return {{"tickets", c.tickets},
+          {"runs", c.runs},
+          {"runs_ok", c.runs_ok},
+          {"runs_error", c.runs_error},
+          {"runs_stale", c.runs_stale},
+          {"records_copied", c.records_copied},
+          {"bytes_copied", c.bytes_copied},
+          {"extent_hits", c.extent_hits},
+          {"extent_misses", c.extent_misses},
+          {"evictions", c.evictions},
+          {"nvme_read_bytes", c.nvme_read_bytes},
+          {"nvme_read_ops", c.nvme_read_ops},
+          {"nvme_write_bytes", c.nvme_write_bytes},
+          {"crc_errors", c.crc_errors},
+          {"wakes", c.wakes},
+          {"sleeps", c.sleeps},
+          {"store_bytes", c.store_bytes},
+          {"warm_bytes", c.warm_bytes},
+          {"promotes_dropped", c.promotes_dropped},
+          {"frames", frames_.count()},
+          {"frames_used", frames_.used()},
+          {"frame_bytes", frames_.frame_bytes()},
+          {"packs_open", packs_.size()},
+          {"uploads_open", uploads_.size()},
+          {"workers", workers_.size()},
+          {"rings", rings_},
+          {"bound_slots", bound_slots_}};
+}
+
+void DataPlane::set_faults(const FaultOptions& o) {
+  faults_.delay_us = o.delay_us;
+  faults_.delay_random = o.delay_random;
+  faults_.fail_every = o.fail_every;
+  faults_.reorder = o.reorder;
+  faults_.random = o.seed;
+  faults_.runs_seen = 0;
+  faults_.stopped = o.stopped;
+  for (auto& engine : engines_) engine->nudge();
+}
+
+}  // namespace headgate

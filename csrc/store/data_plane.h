@@ -1,0 +1,91 @@
+// The daemon's data plane as the control plane sees it: packs, uploads, workers, slots, figures.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "store/copy_engine.h"
+
+namespace headgate {
+
+struct DataPlaneOptions {
+  uint64_t dram_bytes;
+  uint32_t io_depth;
+  uint32_t copy_threads;
+  uint32_t spin_us;
+  uint32_t extent_blocks;
+};
+
+struct FaultOptions {
+  bool stopped, delay_random, reorder;
+  uint32_t delay_us, fail_every;
+  uint64_t seed;
+};
+
+// Thread-safe; every call may block on the disk or on a copy thread, never on a worker. The mutex guards the tables
+// only, and is never held while waiting.
+class DataPlane {
+ public:
+  explicit DataPlane(const DataPlaneOptions& options);
+  ~DataPlane();
+  void close();
+
+  uint32_t create_upload(const std::string& path, const PackHeader& header);
+  uint32_t upload_missing(uint32_t upload);
+  void finish_upload(uint32_t upload);
+  void abort_upload(uint32_t upload);
+
+  uint32_t open_pack(const std::string& path);
+  void close_pack(uint32_t pack);
+  PackHeader pack_header(uint32_t pack);
+  std::vector<uint16_t> read_map(uint32_t pack);
+  std::vector<uint32_t> verify_pack(uint32_t pack);
+  void warm(uint32_t pack, const uint32_t* hot_records);  // [layers, lanes of kind 0]
+
+  uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots);
+  uint32_t add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry);
+  void remove_worker(uint32_t worker);
+  void own_upload(uint32_t worker, uint32_t upload);
+  uint32_t bind(uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs, uint32_t layers, uint32_t lanes,
+                std::vector<LaneWindow> windows, uint32_t record_bytes);
+  uint32_t extend(uint32_t worker, uint32_t slot, uint32_t pack);
+  void unbind(uint32_t worker, uint32_t slot);
+
+  std::vector<std::pair<std::string, uint64_t>> stats();
+  std::vector<TraceRow> drain_trace() { return trace_.drain(); }
+  void set_faults(const FaultOptions& options);
+
+ private:
+  struct UploadEntry {
+    std::shared_ptr<Upload> upload;
+    std::shared_ptr<Worker> owner;
+  };
+
+  std::shared_ptr<PackFile> find_pack(uint32_t pack);
+  std::shared_ptr<Worker> find_worker(uint32_t worker);
+  UploadEntry find_upload(uint32_t upload);
+  std::shared_ptr<PackFile> bound_pack(uint32_t pack);
+  CopyEngine& engine_of(const Worker& worker) { return *engines_[worker.id % engines_.size()]; }
+  void abort(const UploadEntry& entry, uint32_t upload);
+
+  Counters counters_;
+  Faults faults_;
+  Trace trace_;
+  Frames frames_;
+  std::vector<std::unique_ptr<CopyEngine>> engines_;
+
+  std::mutex mutex_;
+  bool closed_ = false;
+  uint32_t next_id_ = 1;  // packs, uploads and workers never share or reuse a number
+  std::map<uint32_t, std::shared_ptr<PackFile>> packs_;
+  std::map<uint32_t, UploadEntry> uploads_;
+  std::map<uint32_t, std::shared_ptr<Worker>> workers_;
+  uint32_t rings_ = 0, bound_slots_ = 0;
+};
+
+}  // namespace headgate

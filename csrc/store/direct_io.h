@@ -1,0 +1,37 @@
+// Blocking O_DIRECT I/O of whole blocks, for everything outside the decode path.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include "core/pack.h"
+#include "store/mapping.h"
+
+namespace headgate {
+
+struct FreeDeleter {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// Zeroed memory of whole blocks, aligned to a block.
+class BlockBuffer {
+ public:
+  explicit BlockBuffer(uint64_t bytes);
+  uint8_t* data() const { return memory_.get(); }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  uint64_t bytes_;
+  std::unique_ptr<uint8_t, FreeDeleter> memory_;
+};
+
+// Opens with O_DIRECT | O_CLOEXEC | flags. FAILED_PRECONDITION where the file system has no O_DIRECT.
+Fd open_direct(const std::string& path, int flags);
+
+// Whole blocks; DATA_LOSS at an early end of file, UNAVAILABLE on an I/O error.
+void read_direct(int fd, uint8_t* to, uint64_t bytes, uint64_t offset, const std::string& path);
+void write_direct(int fd, const uint8_t* from, uint64_t bytes, uint64_t offset, const std::string& path);
+
+}  // namespace headgate

@@ -1,0 +1,72 @@
+// Which frame to give up: a second-chance clock whose hand also wears down the weight that warm-up gave a frame.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace headgate {
+
+// Decisions only: no memory, no I/O, no clock of its own. Not thread-safe.
+class ClockPolicy {
+ public:
+  explicit ClockPolicy(uint32_t frames) : state_(frames) {}
+
+  void admit(uint32_t frame, uint8_t weight) { state_[frame] = {true, false, weight}; }
+  void use(uint32_t frame) { state_[frame].used = true; }
+  void weigh(uint32_t frame, uint8_t weight) {
+    if (state_[frame].weight < weight) state_[frame].weight = weight;
+  }
+  void remove(uint32_t frame) { state_[frame] = {}; }
+
+  // For a read that a run waits for: passes over used frames once and over weighted ones `weight` times.
+  template <typename Evictable>
+  std::optional<uint32_t> victim(Evictable evictable) {
+    uint32_t frames = uint32_t(state_.size());
+    for (uint64_t step = 0; step < uint64_t{frames} * (kWeightMax + 2); ++step) {
+      uint32_t frame = advance();
+      State& s = state_[frame];
+      if (!s.admitted || !evictable(frame)) continue;
+      if (s.used) {
+        s.used = false;
+      } else if (s.weight > 0) {
+        --s.weight;
+      } else {
+        return frame;
+      }
+    }
+    return std::nullopt;
+  }
+
+  // For a read ahead: only a frame that is colder than everything with a use or a weight, and nothing wears down.
+  template <typename Evictable>
+  std::optional<uint32_t> coldest(Evictable evictable) {
+    for (uint32_t step = 0; step < kLookAhead && step < state_.size(); ++step) {
+      uint32_t frame = advance();
+      const State& s = state_[frame];
+      if (s.admitted && !s.used && s.weight == 0 && evictable(frame)) return frame;
+    }
+    return std::nullopt;
+  }
+
+  static constexpr uint8_t kWeightMax = 7;
+
+ private:
+  struct State {
+    bool admitted = false;
+    bool used = false;
+    uint8_t weight = 0;
+  };
+  static constexpr uint32_t kLookAhead = 256;
+
+  uint32_t advance() {
+    uint32_t frame = hand_;
+    hand_ = frame + 1 == state_.size() ? 0 : frame + 1;
+    return frame;
+  }
+
+  std::vector<State> state_;
+  uint32_t hand_ = 0;
+};
+
+}  // namespace headgate

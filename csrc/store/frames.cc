@@ -1,0 +1,172 @@
+#include "store/frames.h"
+
+#include <sys/mman.h>
+
+#include <bit>
+#include <cerrno>
+
+#include "store/error.h"
+
+namespace headgate {
+namespace {
+
+constexpr uint64_t kHugePage = 2 << 20;
+constexpr int kBlocksReadSingly = 3;  // with more blocks wanted, the whole extent costs the disk no more
+
+constexpr size_t kLookAhead = 8;  // extents whose state is fetched before it is looked at
+
+uint32_t frames_in(uint64_t dram_bytes, uint32_t extent_blocks) {
+  if (extent_blocks < 1 || extent_blocks > kExtentBlocksMax) throw invalid_argument("extent_blocks must be 1..16");
+  uint64_t frames = dram_bytes / (uint64_t{extent_blocks} * kBlockBytes);
+  if (frames < 1 || frames >= kNoFrame)
+    throw invalid_argument("dram_bytes = " + std::to_string(dram_bytes) + " must hold 1..2^32-2 extents of " +
+                           std::to_string(extent_blocks * kBlockBytes) + " bytes");
+  return uint32_t(frames);
+}
+
+// Runs of adjacent blocks: what has to be read in one request each.
+uint32_t pieces(uint32_t blocks) { return uint32_t(std::popcount(blocks & ~(blocks << 1))); }
+
+}  // namespace
+
+Frames::Frames(uint64_t dram_bytes, uint32_t extent_blocks, Counters& counters)
+    : extent_blocks_(extent_blocks),
+      count_(frames_in(dram_bytes, extent_blocks)),
+      counters_(counters),
+      meta_(count_),
+      policy_(count_) {
+  uint64_t bytes = uint64_t{count_} * frame_bytes();
+  mapped_bytes_ = bytes + kHugePage;
+  void* at = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) throw system_error("dram_bytes: mmap", errno);
+  mapped_ = static_cast<uint8_t*>(at);
+  memory_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(at) + kHugePage - 1) / kHugePage * kHugePage);
+  // Only whole huge pages are advised, so that the last one cannot reach past dram_bytes. Without them it is slower.
+  if (bytes >= kHugePage) madvise(memory_, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+  free_.reserve(count_);
+  for (uint32_t frame = count_; frame-- > 0;) free_.push_back(frame);
+}
+
+Frames::~Frames() { munmap(mapped_, mapped_bytes_); }
+
+uint32_t Frames::used() const {
+  std::lock_guard lock(mutex_);
+  return count_ - uint32_t(free_.size());
+}
+
+size_t Frames::acquire(std::span<ExtentUse> uses) {
+  std::lock_guard lock(mutex_);
+  size_t pinned = 0;
+  uint64_t hits = 0;
+  for (ExtentUse& use : uses) {
+    if (pinned + kLookAhead < uses.size()) prefetch(uses[pinned + kLookAhead]);
+    use.frame = use.pack->frame_of_extent[use.extent];
+    if (use.frame == kNoFrame) {
+      use.frame = take_frame(false);
+      if (use.frame == kNoFrame) break;
+      admit(use.frame, use, 0);
+    }
+    ++meta_[use.frame].pins;
+    policy_.use(use.frame);
+    look(use);
+    hits += use.ready;
+    ++pinned;
+  }
+  add(counters_.extent_hits, hits);
+  add(counters_.extent_misses, pinned - hits);
+  return pinned;
+}
+
+void Frames::prefetch(const ExtentUse& use) const {
+  uint32_t frame = use.pack->frame_of_extent[use.extent];
+  if (frame != kNoFrame) __builtin_prefetch(&meta_[frame], 1);
+}
+
+Frames::Ahead Frames::acquire_ahead(ExtentUse& use, uint8_t weight) {
+  std::lock_guard lock(mutex_);
+  use.frame = use.pack->frame_of_extent[use.extent];
+  if (use.frame == kNoFrame) {
+    use.frame = take_frame(true);
+    if (use.frame == kNoFrame) return Ahead::kFull;
+    admit(use.frame, use, weight);
+  }
+  policy_.weigh(use.frame, weight);
+  look(use);
+  if (use.to_read == 0) return Ahead::kResident;
+  meta_[use.frame].pins += pieces(use.to_read);
+  return Ahead::kRead;
+}
+
+void Frames::refresh(std::span<ExtentUse> uses) {
+  std::lock_guard lock(mutex_);
+  for (ExtentUse& use : uses)
+    if (!use.ready) look(use);
+}
+
+void Frames::look(ExtentUse& use) {
+  Meta& m = meta_[use.frame];
+  uint16_t missing = use.wanted & ~m.valid;
+  uint16_t unread = missing & ~m.loading;
+  use.ready = missing == 0;
+  use.to_read = unread;
+  if (std::popcount(unread) > kBlocksReadSingly) use.to_read = use.pack->extent_mask(use.extent) & ~(m.valid | m.loading);
+  m.loading |= use.to_read;
+}
+
+void Frames::release(std::span<const ExtentUse> uses) {
+  std::lock_guard lock(mutex_);
+  for (const ExtentUse& use : uses) --meta_[use.frame].pins;
+}
+
+void Frames::landed(std::span<const Landing> landings) {
+  std::lock_guard lock(mutex_);
+  for (const Landing& l : landings) {
+    meta_[l.frame].loading &= uint16_t(~(l.good | l.bad));
+    meta_[l.frame].valid |= l.good;
+    meta_[l.frame].pins -= l.ahead;
+  }
+}
+
+bool Frames::drop(PackFile& pack) {
+  std::lock_guard lock(mutex_);
+  bool empty = true;
+  for (uint32_t frame : pack.frame_of_extent) {
+    if (frame == kNoFrame) continue;
+    if (meta_[frame].pins > 0) {
+      empty = false;
+      continue;
+    }
+    evict(frame);
+    free_.push_back(frame);
+  }
+  return empty;
+}
+
+uint32_t Frames::take_frame(bool ahead) {
+  if (!free_.empty()) {
+    uint32_t frame = free_.back();
+    free_.pop_back();
+    return frame;
+  }
+  auto unpinned = [this](uint32_t frame) { return meta_[frame].pins == 0; };
+  auto victim = ahead ? policy_.coldest(unpinned) : policy_.victim(unpinned);
+  if (!victim) return kNoFrame;
+  evict(*victim);
+  add(counters_.evictions);
+  return *victim;
+}
+
+void Frames::admit(uint32_t frame, const ExtentUse& use, uint8_t weight) {
+  meta_[frame] = {use.pack, use.extent, 0, 0, 0};
+  use.pack->frame_of_extent[use.extent] = frame;
+  policy_.admit(frame, weight);
+}
+
+void Frames::evict(uint32_t frame) {
+  Meta& m = meta_[frame];
+  m.pack->frame_of_extent[m.extent] = kNoFrame;
+  m = {};
+  policy_.remove(frame);
+}
+
+}  // namespace headgate

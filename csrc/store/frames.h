@@ -1,0 +1,93 @@
+// The DRAM tier: one region of huge pages cut into frames of one extent each.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "store/counters.h"
+#include "store/eviction.h"
+#include "store/pack_file.h"
+
+namespace headgate {
+
+// One extent as a run needs it. Its owner fills pack, extent, wanted, first and count; Frames the rest.
+struct ExtentUse {
+  PackFile* pack;
+  uint32_t extent;
+  uint32_t frame;
+  uint32_t first;    // the records that lie in it, within the run's portion
+  uint32_t count;
+  uint16_t wanted;   // blocks
+  uint16_t to_read;  // blocks that the caller must read now: nobody else does
+  bool ready;        // every wanted block is valid
+  bool copied;
+};
+
+// The end of one read into a frame.
+struct Landing {
+  uint32_t frame;
+  uint16_t good;
+  uint16_t bad;
+  bool ahead;  // its pin ends with it
+};
+
+// Thread-safe. The mutex is held for a batch of extents, never across I/O or copies. A pinned frame keeps its extent;
+// blocks that are valid do not change, blocks that are loading belong to whoever reads them.
+class Frames {
+ public:
+  // Never more than `dram_bytes` of memory. INVALID_ARGUMENT if not even one frame fits.
+  Frames(uint64_t dram_bytes, uint32_t extent_blocks, Counters& counters);
+  ~Frames();
+  Frames(const Frames&) = delete;
+  Frames& operator=(const Frames&) = delete;
+
+  uint32_t count() const { return count_; }
+  uint32_t used() const;
+  uint32_t extent_blocks() const { return extent_blocks_; }
+  uint32_t frame_bytes() const { return extent_blocks_ * kBlockBytes; }
+  uint8_t* address(uint32_t frame) const { return memory_ + uint64_t{frame} * frame_bytes(); }
+  std::span<uint8_t> memory() const { return {memory_, uint64_t{count_} * frame_bytes()}; }
+
+  // Pins the longest prefix of `uses` for which there are frames; returns its length.
+  size_t acquire(std::span<ExtentUse> uses);
+  // The same for one extent read ahead, into a free or cold frame; it is pinned once for each piece to read.
+  enum class Ahead { kRead, kResident, kFull };
+  Ahead acquire_ahead(ExtentUse& use, uint8_t weight);
+  // Looks again at pinned uses: another thread's read may have landed or failed.
+  void refresh(std::span<ExtentUse> uses);
+  void release(std::span<const ExtentUse> uses);
+  void landed(std::span<const Landing> landings);
+  // Gives up every unpinned frame of the pack; true when none is left.
+  bool drop(PackFile& pack);
+
+ private:
+  struct Meta {
+    PackFile* pack = nullptr;
+    uint32_t extent = 0;
+    uint32_t pins = 0;
+    uint16_t valid = 0;
+    uint16_t loading = 0;
+  };
+
+  uint32_t take_frame(bool ahead);
+  void admit(uint32_t frame, const ExtentUse& use, uint8_t weight);
+  void evict(uint32_t frame);
+  void look(ExtentUse& use);
+  void prefetch(const ExtentUse& use) const;
+
+  const uint32_t extent_blocks_;
+  const uint32_t count_;
+  Counters& counters_;
+  uint8_t* mapped_ = nullptr;  // as mmap returned it
+  uint64_t mapped_bytes_ = 0;
+  uint8_t* memory_ = nullptr;  // aligned to a huge page
+
+  mutable std::mutex mutex_;
+  std::vector<Meta> meta_;
+  std::vector<uint32_t> free_;
+  ClockPolicy policy_;
+};
+
+}  // namespace headgate

@@ -1,0 +1,100 @@
+#include "store/io_engine.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "core/pack.h"
+#include "store/error.h"
+
+namespace headgate {
+namespace {
+constexpr uint64_t kRegionBytesMax = 1 << 30;  // the kernel's limit for one registered buffer
+constexpr uint32_t kRetriesMax = 1000;
+}  // namespace
+
+IoEngine::IoEngine(unsigned depth) : depth_(depth) {
+  int error = io_uring_queue_init(depth, &ring_, IORING_SETUP_COOP_TASKRUN | IORING_SETUP_TASKRUN_FLAG);
+  if (error == -EINVAL) error = io_uring_queue_init(depth, &ring_, 0);
+  if (error != 0)
+    throw failed_precondition(std::string("io_uring: ") + std::strerror(-error) +
+                              "; allow it (kernel.io_uring_disabled, seccomp) or raise the memlock limit");
+}
+
+IoEngine::~IoEngine() { io_uring_queue_exit(&ring_); }
+
+void IoEngine::register_memory(std::span<const std::span<uint8_t>> regions) {
+  for (std::span<uint8_t> region : regions)
+    for (uint64_t at = 0; at < region.size(); at += kRegionBytesMax)
+      registered_.push_back({region.data() + at, std::min<uint64_t>(kRegionBytesMax, region.size() - at)});
+  if (io_uring_register_buffers(&ring_, registered_.data(), unsigned(registered_.size())) != 0) registered_.clear();
+}
+
+void IoEngine::collect(const Io& request, bool background) {
+  Io* io;
+  if (free_.empty()) {
+    io = &pool_.emplace_back();
+  } else {
+    io = free_.back();
+    free_.pop_back();
+  }
+  *io = request;
+  io->done = io->retries = 0;
+  (background ? background_ : queue_).push_back(io);
+}
+
+void IoEngine::submit() {
+  unsigned before = in_flight_;
+  auto move_up_to = [this](std::deque<Io*>& from, unsigned limit) {
+    for (; !from.empty() && in_flight_ < limit; from.pop_front(), ++in_flight_) prepare(*from.front());
+  };
+  move_up_to(queue_, depth_);
+  if (queue_.empty()) move_up_to(background_, std::max(1u, depth_ / 4));
+  // What a failed submit leaves in the submission queue goes with the next one.
+  if (in_flight_ > before || io_uring_sq_ready(&ring_) > 0) io_uring_submit(&ring_);
+}
+
+void IoEngine::wait(uint64_t ns) {
+  __kernel_timespec timeout{int64_t(ns / 1'000'000'000), int64_t(ns % 1'000'000'000)};
+  io_uring_cqe* cqe;
+  if (in_flight_ > 0) io_uring_wait_cqe_timeout(&ring_, &cqe, &timeout);
+}
+
+bool IoEngine::settle(Io& io, int result, int& error) {
+  if (result == -EAGAIN || result == -EINTR) {
+    if (++io.retries <= kRetriesMax) return queue_.push_back(&io), false;
+  }
+  if (result < 0) return error = -result, true;
+  uint32_t whole = uint32_t(result) / kBlockBytes * kBlockBytes;
+  if (whole == 0) return error = ENODATA, true;
+  io.done += whole;
+  if (io.done < io.bytes) return queue_.push_front(&io), false;
+  return true;
+}
+
+void IoEngine::prepare(Io& io) {
+  io_uring_sqe* sqe = io_uring_get_sqe(&ring_);  // never null: the queue has depth_ entries
+  uint8_t* at = io.buffer + io.done;
+  uint32_t bytes = io.bytes - io.done;
+  uint64_t offset = io.offset + io.done;
+  int index = registered_index(io);
+  if (index >= 0 && io.write) {
+    io_uring_prep_write_fixed(sqe, io.fd, at, bytes, offset, index);
+  } else if (index >= 0) {
+    io_uring_prep_read_fixed(sqe, io.fd, at, bytes, offset, index);
+  } else if (io.write) {
+    io_uring_prep_write(sqe, io.fd, at, bytes, offset);
+  } else {
+    io_uring_prep_read(sqe, io.fd, at, bytes, offset);
+  }
+  io_uring_sqe_set_data(sqe, &io);
+}
+
+int IoEngine::registered_index(const Io& io) const {
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    const uint8_t* base = static_cast<const uint8_t*>(registered_[i].iov_base);
+    if (io.buffer >= base && io.buffer + io.bytes <= base + registered_[i].iov_len) return int(i);
+  }
+  return -1;
+}
+
+}  // namespace headgate

@@ -1,0 +1,90 @@
+// One thread's io_uring: collect requests, submit up to the depth, reap what has ended.
+#pragma once
+
+#include <liburing.h>
+
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <vector>
+
+namespace headgate {
+
+class PackFile;
+struct RunTask;
+
+// One read or write of whole blocks. The buffer belongs to the engine until `reap` hands the request back.
+struct Io {
+  int fd;
+  bool write;
+  uint8_t* buffer;
+  uint32_t bytes;
+  uint64_t offset;
+
+  // Whom it is for; the engine does not look at these.
+  RunTask* run;  // null: a read ahead
+  PackFile* pack;
+  uint32_t frame;
+  uint32_t extent;
+  uint32_t first_block;   // within the extent
+  uint32_t write_buffer;  // index
+
+  uint32_t done;  // bytes
+  uint32_t retries;
+};
+
+// Single-threaded.
+class IoEngine {
+ public:
+  explicit IoEngine(unsigned depth);
+  ~IoEngine();
+  IoEngine(const IoEngine&) = delete;
+  IoEngine& operator=(const IoEngine&) = delete;
+
+  // Lets the kernel keep these pages mapped; requests outside them, or all if a limit forbids it, go the ordinary way.
+  void register_memory(std::span<const std::span<uint8_t>> regions);
+
+  // Queues a request; a background one is submitted only when no other waits and few are in flight.
+  void collect(const Io& request, bool background);
+  void submit();
+  // Waits until something ends, at most `ns`. Only while busy.
+  void wait(uint64_t ns);
+  bool busy() const { return in_flight_ > 0 || !queue_.empty() || !background_.empty(); }
+
+  // Calls ended(io, error) for each finished request; error is 0 or an errno (ENODATA: the file is too short).
+  // Requests cut short, and those that the kernel asks to repeat, go back into the queue instead.
+  template <typename Ended>
+  size_t reap(Ended ended) {
+    io_uring_cqe* cqe;
+    size_t count = 0;
+    while (in_flight_ > 0 && io_uring_peek_cqe(&ring_, &cqe) == 0) {
+      Io* io = static_cast<Io*>(io_uring_cqe_get_data(cqe));
+      int result = cqe->res;
+      io_uring_cqe_seen(&ring_, cqe);
+      --in_flight_;
+      int error = 0;
+      if (!settle(*io, result, error)) continue;
+      ++count;
+      Io copy = *io;
+      free_.push_back(io);
+      ended(copy, error);
+    }
+    return count;
+  }
+
+ private:
+  bool settle(Io& io, int result, int& error);
+  void prepare(Io& io);
+  int registered_index(const Io& io) const;
+
+  io_uring ring_;
+  const unsigned depth_;
+  unsigned in_flight_ = 0;
+  std::deque<Io> pool_;
+  std::vector<Io*> free_;
+  std::deque<Io*> queue_;
+  std::deque<Io*> background_;
+  std::vector<iovec> registered_;
+};
+
+}  // namespace headgate

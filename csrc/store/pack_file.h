@@ -1,0 +1,67 @@
+// A committed pack: header and checksums in memory, blocks on disk.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/pack.h"
+#include "store/counters.h"
+#include "store/mapping.h"
+
+namespace headgate {
+
+inline constexpr uint32_t kNoFrame = UINT32_MAX;
+inline constexpr uint32_t kExtentBlocksMax = 16;  // 64 KiB; a frame's valid blocks fit 16 bits
+
+// INVALID_ARGUMENT unless every number of the header is in its range. Run before lay_out, which multiplies them.
+void check_shape(const PackHeader& header);
+
+// The CRC that a block must have: bound to its file (build) and its place (block_no, the header is block 0).
+uint32_t block_crc(const uint8_t build[16], uint64_t block_no, const uint8_t* block);
+bool all_zero(const uint8_t* data, size_t bytes);
+uint32_t header_crc(const PackHeader& header);
+
+class PackFile {
+ public:
+  // Reads and checks header and CRC table: DATA_LOSS, FAILED_PRECONDITION (version, O_DIRECT), NOT_FOUND.
+  PackFile(const std::string& path, Counters& counters);
+
+  const PackHeader& header() const { return header_; }
+  int fd() const { return fd_.get(); }
+  uint32_t data_blocks() const { return uint32_t(header_.map_off / kBlockBytes) - 1; }
+  uint32_t extents() const { return (data_blocks() + header_.extent_blocks - 1) / header_.extent_blocks; }
+  // Block of the file where a segment begins, counted from the first block after the header.
+  uint32_t segment_block(uint32_t kind, uint32_t layer, uint32_t lane) const {
+    const KindHeader& k = header_.kinds[kind];
+    uint64_t segment = uint64_t{layer} * k.lanes + lane;
+    return uint32_t((k.data_off + segment * k.segment_bytes) / kBlockBytes) - 1;
+  }
+  // The blocks that an extent has: all, except at the end of the data.
+  uint16_t extent_mask(uint32_t extent) const {
+    uint32_t left = data_blocks() - extent * header_.extent_blocks;
+    return uint16_t((1u << (left < header_.extent_blocks ? left : header_.extent_blocks)) - 1);
+  }
+  // `block` counts from the first block after the header.
+  bool block_ok(uint32_t block, const uint8_t* data) const;
+
+  std::vector<uint16_t> read_map() const;  // verified
+  std::vector<uint32_t> verify() const;    // block numbers (from 1) that fail
+
+  std::vector<uint32_t> frame_of_extent;  // guarded by Frames
+  std::atomic<uint32_t> bound{0};         // slots that use this pack
+
+ private:
+  void read(uint8_t* to, uint64_t bytes, uint64_t offset) const;
+  void read_header();
+  void read_crcs();
+
+  std::string path_;
+  Counters& counters_;
+  Fd fd_;
+  PackHeader header_{};
+  std::vector<uint32_t> crcs_;
+};
+
+}  // namespace headgate

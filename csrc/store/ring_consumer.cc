@@ -1,0 +1,127 @@
+#include "store/ring_consumer.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/cell.h"
+#include "core/futex.h"
+
+namespace headgate {
+namespace {
+
+RingLayout checked(RingGeometry geometry) {
+  RingLayout layout{geometry};
+  if (!layout.valid())
+    throw invalid_argument("ring: tickets must be a power of two in 2..4096, runs_max 1..65535, pairs_max 1..2^24");
+  return layout;
+}
+
+}  // namespace
+
+RingConsumer::RingConsumer(int requests_fd, int completions_fd, RingGeometry geometry, uint64_t id)
+    : id_(id),
+      layout_(checked(geometry)),
+      requests_(requests_fd, layout_.requests_bytes(), PROT_READ | PROT_WRITE, "requests"),
+      completions_(completions_fd, layout_.completions_bytes(), PROT_READ | PROT_WRITE, "completions"),
+      taken_(geometry.tickets) {
+  format();
+}
+
+void RingConsumer::format() {
+  std::memset(requests_.data(), 0, sizeof(RequestsHeader) + layout_.g.tickets * sizeof(Ticket));
+  std::memset(completions_.data(), 0, completions_.bytes());
+  RequestsHeader& r = requests();
+  r.version = kRingVersion, r.geometry = layout_.g, r.epoch = id_, r.magic = kRingMagic;
+  CompletionsHeader& c = completions();
+  c.version = kRingVersion, c.geometry = layout_.g, c.epoch = id_, c.magic = kRingMagic;
+  c.heartbeat.store(now_ns(), std::memory_order_relaxed);
+  mprotect(requests_.data(), requests_.bytes(), PROT_READ);  // from now on only the worker writes there
+}
+
+bool RingConsumer::dead() const {
+  return requests().poison.load(std::memory_order_acquire) != 0 ||
+         completions().poison.load(std::memory_order_relaxed) != 0;
+}
+
+void RingConsumer::poison() {
+  completions().poison.store(kPoisoned, std::memory_order_release);
+  completed_ = true;
+  ring_if_needed();
+}
+
+bool RingConsumer::ready() const {
+  return next_ - consumed_ <= layout_.g.tickets && ticket_at(next_).seq.load(std::memory_order_acquire) == next_;
+}
+
+TakenTicket* RingConsumer::take() {
+  if (!ready()) return nullptr;
+  Ticket copy;
+  std::memcpy(static_cast<void*>(&copy), &ticket_at(next_), sizeof copy);
+  if (copy.run_count > layout_.g.runs_max || copy.first_run > layout_.g.runs_max - copy.run_count) {
+    poison();
+    return nullptr;
+  }
+  TakenTicket& t = slot(next_);
+  t.seq = next_;
+  t.step = copy.step;
+  t.layer = copy.layer;
+  t.op = Op(copy.op);
+  t.remaining = copy.run_count;
+  t.seen_ns = now_ns();
+  t.first_copy_ns = 0;
+  t.runs.resize(copy.run_count);
+  std::memcpy(t.runs.data(), requests_.data() + layout_.runs_off(next_) + copy.first_run * sizeof(Run),
+              copy.run_count * sizeof(Run));
+  copy_pairs(t);
+  ++next_;
+  if (copy.run_count == 0) advance_consumed();
+  return &t;
+}
+
+void RingConsumer::copy_pairs(TakenTicket& t) {
+  uint64_t end = 0;
+  if (t.op == Op::kGather || t.op == Op::kPromote) {
+    for (const Run& run : t.runs) {
+      uint64_t run_end = uint64_t{run.first_pair} + run.pair_count;
+      if (run_end <= layout_.g.pairs_max) end = std::max(end, run_end);
+    }
+  }
+  t.pairs.resize(end);  // a run that reaches beyond this is refused later
+  std::memcpy(t.pairs.data(), requests_.data() + layout_.pairs_off(t.seq), end * sizeof(Pair));
+}
+
+TakenTicket* RingConsumer::in_flight(uint64_t seq) {
+  return seq > consumed_ && seq < next_ && slot(seq).remaining > 0 ? &slot(seq) : nullptr;
+}
+
+bool RingConsumer::complete(TakenTicket& ticket, uint32_t run, Status status, Fault fault) {
+  Cell& cell = *reinterpret_cast<Cell*>(completions_.data() + layout_.cell_off(ticket.seq, run));
+  store_cell(cell, {ticket.seq, uint32_t(status), uint32_t(fault)});
+  completed_ = true;
+  if (--ticket.remaining > 0) return false;
+  advance_consumed();
+  return true;
+}
+
+void RingConsumer::complete_silently(TakenTicket& ticket) {
+  ticket.remaining = 0;
+  completed_ = true;
+  advance_consumed();
+}
+
+void RingConsumer::advance_consumed() {
+  while (consumed_ + 1 < next_ && slot(consumed_ + 1).remaining == 0) ++consumed_;
+  completions().consumed.store(consumed_, std::memory_order_release);
+}
+
+bool RingConsumer::ring_if_needed() {
+  if (!completed_) return false;
+  completed_ = false;
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (requests().asleep.load(std::memory_order_relaxed) == 0) return false;
+  completions().bell.fetch_add(1, std::memory_order_relaxed);
+  futex_wake(completions().bell);
+  return true;
+}
+
+}  // namespace headgate

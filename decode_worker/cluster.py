@@ -1,0 +1,70 @@
+"""One decode worker actor on every node of a Ray cluster, each joined to its own node's daemon.
+
+`python -m decode_worker.cluster --model DIR` may run on any node at any time: it places what is missing. Clients find
+a node's worker by name, `ray.get_actor("headgate-<node id>", namespace="headgate")`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from decode_worker.config import KEYS, ConfigError, WorkerConfig
+from decode_worker.worker import Worker
+from kvstore_service.settings import add_flags
+
+NAMESPACE = "headgate"
+START_S = 300.0
+
+
+def actor_name(node_id: str) -> str:
+    return f"headgate-{node_id}"
+
+
+def place_workers(config: WorkerConfig) -> list[str]:
+    """Starts the missing actors and returns the node ids that have one. The actors outlive the caller (detached).
+
+    An actor is bound to its node, because it shares memory with that node's daemon; it is gone when the node is.
+    """
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    actors = [
+        ray.remote(Worker)
+        .options(
+            name=actor_name(node),
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=1,
+            max_concurrency=2,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(config)
+        for node in nodes
+    ]
+    ray.get([actor.ping.remote() for actor in actors], timeout=START_S)
+    return nodes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m decode_worker.cluster", description=__doc__, allow_abbrev=False)
+    add_flags(parser, KEYS)
+    try:
+        config = WorkerConfig.resolve(parser.parse_args(argv))
+    except ConfigError as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        return 2
+    ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False)
+    try:
+        nodes = place_workers(config)
+    finally:
+        ray.shutdown()
+    print(f"{len(nodes)} nodes have a decode worker")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""A worker's configuration: YAML file < environment HEADGATE_* < flags, validated once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvstore_service.settings import (
+    ConfigError,
+    Key,
+    choice,
+    count,
+    default_broker,
+    default_socket,
+    number,
+    path,
+    resolve,
+    size,
+)
+
+__all__ = ["KEYS", "ConfigError", "WorkerConfig"]
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What an engine runs with; defaults as in docs/qsac.md. Validated where it is made, whoever makes it."""
+
+    model: Path
+    socket: Path = Path(default_socket())
+    broker: Path = Path(default_broker())
+    name: str = "worker"
+    policy: str = "qsac"
+    retriever: str = "hash"
+    query: str = "speculative"
+    budget: float = 0.1
+    sink: int = 4
+    recent: int = 64
+    tail: int = 0
+    slack: float = 0.125
+    eta: float | None = None
+    p: float | None = None
+    cos_floor: float = 1e-3
+    margin: float | None = None
+    profile: str = "auto"
+    resident_bytes: int = 0
+    layer0: str = "resident"
+    context: int = 32768
+    slots: int = 1
+    compute: str = "float32"
+    storage: str = "bfloat16"
+    order: str = "clustered"
+    staging_bytes: int = 16 << 20
+    wait_ms: int = 2000
+    stale: str = "use"
+    threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in KEYS:
+            value = getattr(self, key.name)
+            try:
+                object.__setattr__(self, key.name, key.parse(value))
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"{key.name}={value!r}: {error}") from None
+        if self.context <= self.sink + self.recent:
+            raise ConfigError(f"context={self.context}: must exceed sink + recent = {self.sink + self.recent}")
+
+    @property
+    def tail_places(self) -> int:
+        """T of docs/qsac.md."""
+        return self.tail or self.recent + 512
+
+    @classmethod
+    def resolve(
+        cls, arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ, **defaults: Any
+    ) -> WorkerConfig:
+        """From a YAML file (arguments.config), the environment and flags; `defaults` stand below all of them."""
+        values = resolve(KEYS, "HEADGATE_", arguments, environment, defaults)
+        return cls(**{name: value for name, (value, _) in values.items()})
+
+
+def _unless_profiled(parse: Callable[[Any], float]) -> Callable[[Any], float | None]:
+    """None leaves the value to the profile."""
+    return lambda value: None if value is None else parse(value)
+
+
+def _budget(value: Any) -> float:
+    """A fraction of the stored tokens, or a number of tokens above 1."""
+    text = str(value).strip()
+    try:
+        budget = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise ValueError("write a fraction (0.1), a percentage (10%) or a number of tokens (2048)") from None
+    if not budget > 0 or (text.endswith("%") and budget > 1) or (budget > 1 and budget != int(budget)):
+        raise ValueError("a budget is above 0 and at most 100 %, or a whole number of tokens")
+    return budget
+
+
+KEYS = (
+    Key("model", None, path, "checkpoint directory (config.json, *.safetensors, tokenizer.json)"),
+    Key("socket", None, path, "the daemon's gRPC socket"),
+    Key("broker", None, path, "the daemon's descriptor broker"),
+    Key("name", None, str, "this worker's name in kvctl"),
+    Key("policy", None, choice("qsac", "none", "full"), "what decides which KV vectors move"),
+    Key("retriever", None, choice("hash", "exact"), "index that selects KV vectors for a query"),
+    Key("query", None, choice("speculative", "true"), "which query selects"),
+    Key("budget", None, _budget, "selected part of the stored tokens (0.1), or their number"),
+    Key("sink", None, count(0, 1024), "first tokens that are always held"),
+    Key("recent", None, count(1, 1 << 16), "last tokens that are never selected but held"),
+    Key("tail", None, count(0, 1 << 20), "tail places per head; 0 = recent + 512"),
+    Key("slack", None, number(0, 16), "free places for deltas, as a part of the selected ones"),
+    Key("eta", None, _unless_profiled(number(-1, 1)), "similarity threshold of the most important heads (eq. 3); default: the profile's, else 0.8"),
+    Key("p", None, _unless_profiled(number(0, 100)), "how fast thresholds fall with importance (eq. 4); default: the profile's, else 3"),
+    Key("cos_floor", None, number(0, 1), "a cosine at or below this is a group's similarity"),
+    Key("margin", None, _unless_profiled(number(0, 2)), "tolerance in the reuse difficulty; default: the profile's, else 0.1"),
+    Key("profile", None, str, "profile of thresholds and hash: a file, auto (the model's own) or off"),
+    Key("resident_bytes", None, size(0), "memory for resident heads beyond layer 0"),
+    Key("layer0", None, choice("resident", "offloaded"), "whether layer 0 is held in full"),
+    Key("context", None, count(64, 1 << 24), "declared maximum of tokens per session"),
+    Key("slots", None, count(1, 4096), "sessions bound at a time"),
+    Key("compute", None, choice("float32", "bfloat16"), "dtype of the computation"),
+    Key("storage", None, choice("float32", "bfloat16"), "dtype of stored K and V"),
+    Key("order", None, choice("clustered", "token"), "order of records in a pack"),
+    Key("staging_bytes", None, size(1 << 16), "memory through which packs are written"),
+    Key("wait_ms", None, count(1, 600_000), "deadline of every wait for the daemon"),
+    Key("stale", None, choice("use", "fail"), "after a failed fetch: use the old set, or fail"),
+    Key("threads", None, count(1, 1024), "threads of the worker's kernels"),
+    Key("seed", None, count(0, 1 << 62), "seed of sampling"),
+)
+assert tuple(key.name for key in KEYS) == tuple(field.name for field in fields(WorkerConfig))

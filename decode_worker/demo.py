@@ -1,0 +1,237 @@
+"""`headgate demo`: a long document in a private store, questions answered by QSAC and by full attention, one table."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from decode_worker.config import WorkerConfig
+from decode_worker.figures import Figure, print_json, print_table
+from decode_worker.worker import Answer, Footprint, PrefillReport, Worker
+from kvstore_service.client import AdminClient
+from kvstore_service.private import PrivateDaemon
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+DEFAULT_MODEL = CHECKOUT / "models" / "retriever"
+SHOWN = 5
+# The store's DRAM holds a quarter of the document's KV: the rest must come from NVMe.
+DRAM_SHARE = 4
+DRAM_BYTES_MIN = 4 << 20
+PREFILL_TOKENS = 8192
+SEED = 20261
+
+
+class AnyWorker(Protocol):
+    """A Worker, or a RemoteWorker that stands for one."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A document and its questions, as token ids and as text."""
+
+    document: list[int]
+    questions: list[tuple[str, str]]  # (question, expected answer)
+
+
+@dataclass
+class Outcome:
+    """What one policy did with all questions."""
+
+    answers: list[Answer]
+    texts: list[str]
+    correct: int
+    counters: dict[str, int]
+    footprint: Footprint
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / len(self.texts)
+
+    @property
+    def steps(self) -> int:
+        return sum(answer.steps for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.steps / sum(answer.decode_s for answer in self.answers)
+
+
+def run(config: WorkerConfig, tokens: int, questions: int, with_ray: bool, as_json: bool) -> None:
+    """A document of `tokens` tokens. Raises StoreError, CheckpointError, ValueError with one-line messages."""
+    console = Console(stderr=True)
+    words = _task_module()
+    with contextlib.ExitStack() as stack:
+        data_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headgate-demo-", dir=_disk()))
+        dram_bytes = max(DRAM_BYTES_MIN, _kv_bytes(config, tokens) // DRAM_SHARE)
+        daemon = stack.enter_context(PrivateDaemon(data_dir, dram_bytes))
+        config = WorkerConfig(**{**vars(config), "socket": daemon.socket, "broker": daemon.broker})
+        worker = stack.enter_context(_worker(config, with_ray, console))
+        task = _task(words, worker, config, tokens, questions)
+        report = _prefill(worker, task, console)
+        sparse = _ask(worker, task, config.policy, console)
+        worker.reconfigure(policy="full")
+        full = _ask(worker, task, "full", console)
+        figures = _figures(worker, config, task, report, sparse, full, dram_bytes, daemon)
+    if as_json:
+        print_json(figures)
+        return
+    _show_answers(Console(), task, sparse)
+    print_table(f"{len(task.document):,}-token document, {questions} questions, {config.policy} + {config.retriever}", figures)
+
+
+@contextlib.contextmanager
+def _worker(config: WorkerConfig, with_ray: bool, console: Console) -> Iterator[AnyWorker]:
+    with contextlib.ExitStack() as stack:
+        if with_ray:
+            from decode_worker.actor import RemoteWorker, local_ray
+
+            with console.status("starting a local Ray with one worker"):
+                stack.enter_context(local_ray())
+                worker: AnyWorker = RemoteWorker(config)
+                stack.callback(worker.close)
+                worker.ping()
+        else:
+            worker = Worker(config)
+            stack.callback(worker.close)
+        yield worker
+
+
+def _prefill(worker: AnyWorker, task: Task, console: Console) -> PrefillReport:
+    """Prefills in a thread, so that the bar can ask the worker how far it is."""
+    result: list[PrefillReport] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            result.append(worker.prefill_document(task.document))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    with _bar(console) as bar:
+        row = bar.add_task("prefill", total=None)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.25)
+            done, total = worker.progress()
+            bar.update(row, completed=done, total=total or None)
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def _ask(worker: AnyWorker, task: Task, label: str, console: Console) -> Outcome:
+    answers, texts, correct = [], [], 0
+    with _bar(console) as bar:
+        for question, expected in bar.track(task.questions, description=f"questions, {label}"):
+            new_tokens = len(worker.encode(expected))
+            answer = worker.answer(task.document, worker.encode(question), new_tokens)
+            text = worker.decode(answer.tokens)
+            answers.append(answer)
+            texts.append(text)
+            correct += text.split() == expected.split()
+    return Outcome(answers, texts, correct, worker.counters(), worker.footprint())
+
+
+def _figures(
+    worker: AnyWorker,
+    config: WorkerConfig,
+    task: Task,
+    report: PrefillReport,
+    sparse: Outcome,
+    full: Outcome,
+    dram_bytes: int,
+    daemon: PrivateDaemon,
+) -> list[Figure]:
+    with contextlib.closing(AdminClient.connect(daemon.socket, daemon.broker)) as admin:
+        status = admin.get_status()
+    used_dram = min(dram_bytes, status.counters["frames_used"] * status.counters["frame_bytes"])
+    kv_bytes = _kv_bytes(config, report.stored_tokens)
+    counters, foot = sparse.counters, sparse.footprint
+    nvme = sum(a.nvme_read_bytes for a in sparse.answers)
+    proc = sum(a.proc_read_bytes for a in sparse.answers)
+    speed_of = {stored: worker.prefill_speed(task.document[:PREFILL_TOKENS], stored) for stored in (False, True)}
+    moved = sum(a.records_moved for a in sparse.answers) / sparse.steps
+    cache_bytes = foot.device_bytes - foot.resident_bytes
+    f, other = Figure, "full attention"
+    return [
+        f("accuracy", 100 * sparse.accuracy, "%", other, 100 * full.accuracy, _ratio(sparse.accuracy, full.accuracy)),
+        f("decode", sparse.tokens_per_s, "tokens/s", other, full.tokens_per_s, sparse.tokens_per_s / full.tokens_per_s),
+        f("bind", _mean_ms(sparse), "ms/session", other, _mean_ms(full), _mean_ms(sparse) / _mean_ms(full)),
+        f("kv_bytes", kv_bytes, "B"),
+        f("device_bytes", foot.device_bytes, "B", other, full.footprint.device_bytes, foot.device_bytes / full.footprint.device_bytes),
+        f("resident_bytes", foot.resident_bytes, "B"),
+        f("offloaded_bytes", foot.offloaded_bytes, "B"),
+        f("device_share", cache_bytes / foot.offloaded_bytes, "(device - resident) / offloaded"),
+        f("index_bytes", foot.index_bytes, "B"),
+        f("dram_bytes", used_dram, "B", "budget", dram_bytes, used_dram / dram_bytes),
+        f("nvme_bytes", status.pack_bytes, "B"),
+        f("hit_ratio", counters["hits"] / max(1, counters["lookups"]), "label hits / lookups"),
+        f("records_moved", moved, "records/token"),
+        f("nvme_read_bytes", nvme, "B in decode", "/proc/PID/io", proc, _ratio(nvme, proc)),
+        f("prefill", report.tokens / report.seconds, f"tokens/s, {report.tokens} tokens"),
+        f("prefill_8k", speed_of[True], "tokens/s", "without the store", speed_of[False], speed_of[True] / speed_of[False]),
+    ]  # fmt: skip
+
+
+def _show_answers(console: Console, task: Task, outcome: Outcome) -> None:
+    for (question, expected), text in list(zip(task.questions, outcome.texts, strict=True))[:SHOWN]:
+        mark = "[green]right[/]" if text.split() == expected.split() else f"[red]expected[/] {expected}"
+        console.print(f"  {question} [bold]{text}[/]  {mark}", highlight=False)
+    console.print(f"  ... {outcome.correct} of {len(outcome.texts)} right\n", highlight=False)
+
+
+def _task(words: Any, worker: AnyWorker, config: WorkerConfig, tokens: int, questions: int) -> Task:
+    built = words.build_document(words.load_words(config.model), tokens, questions, SEED, "demo")
+    document = worker.encode(built.text)
+    return Task(document, [(fact.question, fact.answer) for fact in built.facts])
+
+
+def _task_module() -> Any:
+    """models/corpus.py of the checkout, which makes documents with facts."""
+    if not (CHECKOUT / "models" / "corpus.py").is_file():
+        raise ValueError("the demo's documents are made by models/corpus.py: run `make demo` in a checkout of the repository")
+    sys.path.insert(0, str(CHECKOUT))
+    try:
+        return importlib.import_module("models.corpus")
+    finally:
+        sys.path.remove(str(CHECKOUT))
+
+
+def _kv_bytes(config: WorkerConfig, tokens: int) -> int:
+    from decode_worker.model.checkpoint import Checkpoint
+    from decode_worker.records import RecordFormat
+
+    shape = Checkpoint.open(config.model).config
+    return tokens * shape.layers * shape.kv_heads * RecordFormat(shape.kv_heads, shape.head_dim, config.storage).record_bytes
+
+
+def _disk() -> str | None:
+    """A directory for the packs: O_DIRECT needs a real disk, and /tmp may be in memory."""
+    return "/var/tmp" if Path("/var/tmp").is_dir() else None
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+def _mean_ms(outcome: Outcome) -> float:
+    return 1000 * sum(a.bind_s for a in outcome.answers) / len(outcome.answers)
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None

@@ -1,0 +1,253 @@
+"""The engine: a model joined to its node's KV store. Runs without Ray; the actor is a thin shell around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from decode_worker.config import WorkerConfig
+from decode_worker.engine.prefill import Prefill, Prefilled, Progress
+from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates, token_digest
+from decode_worker.engine.session import Session
+from decode_worker.engine.step import DecodeLoop
+from decode_worker.model.checkpoint import Checkpoint
+from decode_worker.model.tokenizer import Tokenizer
+from decode_worker.model.transformer import Transformer
+from decode_worker.pack_writer import PackWriter
+from decode_worker.packs import PackCatalogue
+from decode_worker.policy.base import make_policy
+from decode_worker.profile import Profile
+from decode_worker.records import STORAGE_DTYPES, RecordFormat
+from decode_worker.retrieval.base import make_retriever
+from decode_worker.transport import Transport
+from kvstore_service.client import (
+    NO_PARENT,
+    KindSpec,
+    Layout,
+    PackReservation,
+    RingGeometry,
+    StoreClient,
+    StoreError,
+)
+
+LAYOUT_VERSION = 1
+BULK_TICKETS = 8
+BULK_RUNS_MAX = 4096
+BULK_PAIRS_MAX = 1 << 16
+
+
+class Engine:
+    """Sessions of one model over one policy. Not thread-safe; `close` gives everything back.
+
+    Any call may raise StoreError (a refused or failed request) or RingTimeout (the daemon did not answer within
+    `wait_ms`; this engine is then finished: close it and make another).
+    """
+
+    def __init__(self, config: WorkerConfig, model: Transformer | None = None) -> None:
+        """`model`: shares loaded weights between engines of the same checkpoint, context and compute dtype."""
+        self.config = config
+        checkpoint = Checkpoint.open(config.model)
+        shape, compute = checkpoint.config, STORAGE_DTYPES[config.compute][1]
+        self.tokenizer = Tokenizer.load(config.model, shape.vocab)
+        self.model = model or Transformer.load(checkpoint, config.context, compute)
+        self.records = RecordFormat(shape.kv_heads, shape.head_dim, config.storage)
+        kind = KindSpec(shape.kv_heads, shape.head_dim, self.records.code, self.records.record_bytes)
+        fingerprint = checkpoint.fingerprint(config.context, compute, config.storage, LAYOUT_VERSION)
+        self.layout = Layout(fingerprint, shape.layers, (kind,))
+        profile = Profile.load(
+            config.profile, shape, directory=config.model, eta=config.eta, p=config.p, margin=config.margin
+        )
+        self.retriever = make_retriever(config.retriever, shape, profile)
+        self.policy = make_policy(config, shape, self.records, profile, self.retriever)
+        self._free_slots = list(range(config.slots))[::-1]
+        with contextlib.ExitStack() as stack:
+            self.client = StoreClient.connect(str(config.socket), str(config.broker), name=config.name)
+            stack.callback(self.client.close)
+            self.transport = self._connect_rings()
+            stack.callback(self.transport.close)
+            self._resources = stack.pop_all()
+        self.catalogue = PackCatalogue(self.client, self.retriever)
+        self._writer = PackWriter(
+            self.records, self.retriever, self.client, self.transport, self.catalogue,
+            clustered=config.order == "clustered",
+        )  # fmt: skip
+        self._prefill = Prefill(self.model, self._writer, self.transport.pack_tokens)
+        self.loop = DecodeLoop(
+            self.model, self.records, self.policy, self.transport,
+            speculative=config.query == "speculative", stale_fails=config.stale == "fail", threads=config.threads,
+        )  # fmt: skip
+
+    def _connect_rings(self) -> Transport:
+        config, shape = self.config, self.model.config
+        largest = self.policy.geometry(config.context)
+        self.slot_bytes = largest.slot_bytes
+        runs_max = config.slots * shape.kv_heads
+        # Room for the step in which every head misses everything, sinks included.
+        pairs_max = runs_max * (largest.k + config.sink)
+        return Transport(
+            self.client,
+            slots=config.slots,
+            window_bytes=config.slots * largest.slot_bytes,
+            staging_bytes=config.staging_bytes,
+            decode_ring=RingGeometry(_power_of_two(2 * shape.layers), runs_max, pairs_max),
+            bulk_ring=RingGeometry(BULK_TICKETS, BULK_RUNS_MAX, BULK_PAIRS_MAX),
+            wait_ms=config.wait_ms,
+        )
+
+    # --- sessions ---
+
+    def prefill(self, ids: Sequence[int], progress: Progress | None = None) -> tuple[Session, torch.Tensor]:
+        """Computes and stores a prompt, binds a slot. Returns the session and float32 logits [vocab] after the last token."""
+        self._check_prompt(ids)
+        session = self._open()
+        try:
+            prefilled = self._prefill.run(session.session_id, ids, progress)
+            session.packs, session.tokens = prefilled.packs, list(ids)
+            if session.packs:
+                self.client.attach_packs(session.session_id, [pack.ref for pack in session.packs])
+            self._bind(session)
+            self._continue_prompt(session, prefilled)
+        except BaseException:
+            self._abandon(session)
+            raise
+        return session, prefilled.logits
+
+    def attach(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
+        """Binds a slot to the longest stored prefix of `ids`, without copying. Returns the session and the ids it lacks.
+
+        At least one id is always left, because logits come from a step.
+        """
+        self._check_prompt(ids)
+        wanted = candidates(ids[:-1], self.transport.pack_tokens)
+        found = self.client.lookup_prefix(self.layout.fingerprint, wanted)
+        session = self._open()
+        try:
+            if found:
+                self.client.attach_packs(session.session_id, found)
+            session.packs = [self.catalogue.get(ref) for ref in found]
+            session.tokens = list(ids[: session.stored])
+            self._bind(session)
+        except BaseException:
+            self._abandon(session)
+            raise
+        return session, list(ids[session.stored :])
+
+    def compute_only(self, ids: Sequence[int]) -> torch.Tensor:
+        """Computes a prompt and keeps nothing; float32 logits [vocab]."""
+        self._check_prompt(ids)
+        return self._prefill.compute_only(ids)
+
+    def step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> torch.Tensor:
+        """One token of each session; float32 logits [B, vocab]. Afterwards seals tails that have grown long enough."""
+        positions = [session.position for session in sessions]
+        if max(positions) >= self.config.context:
+            raise StoreError(
+                "RESOURCE_EXHAUSTED", f"a session has reached context={self.config.context} tokens: raise it"
+            )
+        logits = self.loop.step([session.slot for session in sessions], tokens, positions)
+        for session, token in zip(sessions, tokens, strict=True):
+            session.tokens.append(token)
+            if self.policy.wants_seal(session.slot, session.position - 1):
+                self._seal(session)
+        return logits
+
+    def close_session(self, session: Session) -> None:
+        """Unbinds the slot, closes the session in the store, gives the window's memory back. Packs stay stored."""
+        self.policy.unbind(session.slot)
+        self.client.close_session(session.session_id)
+        self._release(session.slot)
+
+    def index_bytes(self, session: Session) -> int:
+        """Of the session's packs: index and record -> token maps."""
+        return sum(pack.index.index_bytes + pack.order.nbytes for pack in session.packs)
+
+    def close(self) -> None:
+        self._resources.close()
+
+    # --- binding and sealing ---
+
+    def _open(self) -> Session:
+        if not self._free_slots:
+            raise StoreError(
+                "RESOURCE_EXHAUSTED", f"all {self.config.slots} slots are bound: close a session or raise `slots`"
+            )
+        session_id = self.client.open_session(self.layout, self.config.context)
+        return Session(session_id, self._free_slots.pop())
+
+    def _bind(self, session: Session) -> None:
+        """Gives the slot its window and fetches what a session always holds: sinks, recent tokens, resident heads."""
+        slot = session.slot
+        session.geometry = self.policy.geometry(self.config.context, session.stored)
+        self.policy.bind(slot, session.geometry, slot * self.slot_bytes, session.packs, session.position)
+        refs = [pack.ref for pack in session.packs]
+        epoch = self.client.bind_slot(session.session_id, slot, refs, self.policy.windows(slot))
+        self.policy.set_epoch(slot, epoch)
+        self.transport.run(self.policy.bind_tickets(slot, BULK_RUNS_MAX, BULK_PAIRS_MAX))
+
+    def _continue_prompt(self, session: Session, prefilled: Prefilled) -> None:
+        """Writes the prompt's tokens behind the last pack into the tail, and fetches what its last query selects."""
+        for i, position in enumerate(range(session.stored, session.position)):
+            self.policy.begin_step([session.slot], [position])
+            for layer, (keys, values) in enumerate(prefilled.rest):
+                self.loop.remember(layer, keys[i : i + 1], values[i : i + 1])
+        queries = [query.float().numpy() for query in prefilled.last_query]
+        self.transport.run(self.policy.first_sets(session.slot, queries, BULK_RUNS_MAX, BULK_PAIRS_MAX))
+        self.policy.commit_first_sets(session.slot)
+
+    def _seal(self, session: Session) -> None:
+        """Moves the session's oldest 256 tail tokens into a durable pack, read from the window that holds them."""
+        first = session.stored
+        ids = session.tokens[first : first + HASH_BLOCK_TOKENS]
+        parent = session.packs[-1].ref.pack_id if session.packs else NO_PARENT
+        reservation = PackReservation(first, len(ids), token_digest(ids), parent)
+        (draft,) = self._writer.reserve(session.session_id, [reservation])
+        try:
+            for layer in range(self.model.config.layers):
+                keys, values = self._tail(session, layer, np.arange(first, first + len(ids)))
+                self._writer.store(draft, layer, keys, values, torch.zeros(keys.shape[1], len(ids)))
+            self._writer.flush()
+            pack = self._writer.seal(session.session_id, draft)
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self._writer.abort([draft])
+            raise
+        session.packs.append(pack)
+        self.policy.extend(session.slot, pack)
+
+    def _tail(self, session: Session, layer: int, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V [n, H, d] of tokens that no pack holds yet, from their places in the window."""
+        geometry, settings = session.geometry, self.policy.settings
+        records = []
+        for head in range(self.records.kv_heads):
+            resident = settings.resident[layer, head]
+            places = tokens if resident else geometry.first_tail + tokens % settings.tail
+            offset = session.slot * self.slot_bytes + int(geometry.offsets[layer, head])
+            lane = self.transport.window[offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes]
+            records.append(lane.reshape(-1, geometry.record_bytes)[places])
+        return self.records.unpack(np.stack(records, axis=1))
+
+    def _abandon(self, session: Session) -> None:
+        """Best effort after a failure: the error under way matters more than another one from the clean-up."""
+        self.policy.unbind(session.slot)
+        with contextlib.suppress(StoreError):
+            self.client.close_session(session.session_id)
+        self._release(session.slot)
+
+    def _release(self, slot: int) -> None:
+        self.transport.release(slot * self.slot_bytes, self.slot_bytes)
+        self._free_slots.append(slot)
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(ids) > self.config.context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, more than context={self.config.context}: raise it"
+            )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(1, (n - 1).bit_length())

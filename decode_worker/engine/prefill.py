@@ -1,0 +1,131 @@
+"""Prefill: computes a prompt layer by layer and stores its KV in packs while computing (DESIGN §6).
+
+All chunks of a layer run before the next layer, so the worker holds hidden states and the KV of one layer, never the
+whole cache. The daemon writes the packs of layer l while layer l+1 computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decode_worker.engine.prefix import reservations
+from decode_worker.model.attention import causal_attention
+from decode_worker.model.transformer import Transformer
+from decode_worker.pack_writer import PackDraft, PackWriter
+from decode_worker.packs import IndexedPack
+
+CHUNK_TOKENS = 1024
+IMPORTANCE_QUERIES = 32
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Prefilled:
+    """A computed prompt: what is stored, the logits after its last token, and what the first decode step starts from."""
+
+    packs: list[IndexedPack]
+    logits: torch.Tensor  # float32 [vocab]
+    rest: list[tuple[torch.Tensor, torch.Tensor]]  # per layer K, V [T - N, H, d] of the tokens behind the last pack
+    last_query: list[torch.Tensor]  # per layer q~ [Hq, d] of the last prompt token
+
+
+class Prefill:
+    """Runs prompts of one model."""
+
+    def __init__(self, model: Transformer, writer: PackWriter, pack_tokens: int) -> None:
+        self._model = model
+        self._writer = writer
+        self._pack_tokens = pack_tokens
+
+    @torch.inference_mode()
+    def run(self, session_id: str, ids: Sequence[int], progress: Progress | None = None) -> Prefilled:
+        """Computes all of `ids` (at least one), commits the packs that the store does not have yet, attaches them."""
+        wanted = reservations(ids, self._pack_tokens)
+        drafts = self._writer.reserve(session_id, wanted)
+        try:
+            spans = [slice(r.first_token, r.first_token + r.tokens) for r in wanted]
+            prefilled = self._compute(ids, list(zip(drafts, spans, strict=True)), progress)
+            self._writer.flush()
+            prefilled.packs = self._writer.commit(session_id, drafts)
+        except BaseException:
+            self._writer.abort(drafts)
+            raise
+        return prefilled
+
+    @torch.inference_mode()
+    def compute_only(self, ids: Sequence[int]) -> torch.Tensor:
+        """The same computation with nothing stored; returns the logits. The rival that a benchmark compares with."""
+        return self._compute(ids, [], None, keep_rest=False).logits
+
+    def _compute(
+        self,
+        ids: Sequence[int],
+        drafts: list[tuple[PackDraft, slice]],
+        progress: Progress | None,
+        keep_rest: bool = True,
+    ) -> Prefilled:
+        model = self._model
+        stored = drafts[-1][1].stop if drafts else 0
+        positions = torch.arange(len(ids))
+        x = model.embed(torch.tensor(ids))
+        result = Prefilled([], torch.empty(0), [], [])
+        before = x[-1:]  # the input of the layer before: what a speculative query is made from
+        for layer in range(model.config.layers):
+            result.last_query.append(model.query(layer, before, positions[-1:])[0])
+            before = x[-1:]
+            keys, values, queries, x = self._layer(layer, x, positions, progress)
+            if keep_rest:
+                result.rest.append((keys[stored:].clone(), values[stored:].clone()))
+            if drafts:
+                importance = self._importance(queries, keys)
+                for draft, span in drafts:
+                    self._writer.store(draft, layer, keys[span], values[span], importance[:, span])
+        result.logits = model.logits(x[-1:])[0]
+        return result
+
+    def _layer(
+        self, layer: int, x: torch.Tensor, positions: torch.Tensor, progress: Progress | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One layer over the whole prompt: K, V [T, H, d], the last queries [n, Hq, d], and the next layer's x.
+
+        Of the last layer only the last token's output is ever used.
+        """
+        config, tokens = self._model.config, len(x)
+        shape = (tokens, config.kv_heads, config.head_dim)
+        keys, values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
+        last_layer = layer == config.layers - 1
+        queries = torch.empty(0, config.q_heads, config.head_dim, dtype=x.dtype)
+        out = x[-1:] if last_layer else torch.empty_like(x)
+        for first, chunk in _chunks(x):
+            end = first + len(chunk)
+            q, keys[first:end], values[first:end] = self._model.qkv(layer, chunk, positions[first:end])
+            queries = torch.cat((queries, q[-IMPORTANCE_QUERIES:]))[-IMPORTANCE_QUERIES:]
+            if not last_layer:
+                attention = causal_attention(q, keys[:end], values[:end], first, self._model.scale)
+                out[first:end] = self._model.finish(layer, chunk, attention)
+            if progress is not None:
+                progress(layer * tokens + end, config.layers * tokens)
+        if last_layer:
+            attention = causal_attention(queries[-1:], keys, values, tokens - 1, self._model.scale)
+            out = self._model.finish(layer, x[-1:], attention)
+        return keys, values, queries, out
+
+    def _importance(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Attention mass that the last queries give each token, float32 [H, T] (KVDrive §7.1)."""
+        n, _, d = queries.shape
+        tokens, kv_heads, _ = keys.shape
+        grouped = queries.float().view(n, kv_heads, -1, d)
+        mass = torch.empty(kv_heads, tokens)
+        for head in range(kv_heads):  # a head at a time bounds the scores' memory
+            scores = grouped[:, head].reshape(-1, d) @ keys[:, head].float().T * self._model.scale
+            mass[head] = scores.softmax(dim=1).sum(dim=0)
+        return mass
+
+
+def _chunks(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    for first in range(0, len(x), CHUNK_TOKENS):
+        yield first, x[first : first + CHUNK_TOKENS]

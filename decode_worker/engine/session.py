@@ -1,0 +1,32 @@
+"""A session: one conversation bound to a slot, its stored packs and its mutable tail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from decode_worker.packs import IndexedPack
+from decode_worker.window.geometry import WindowGeometry
+
+
+@dataclass
+class Session:
+    """`tokens` are all that the model has seen; the first `stored` of them lie in `packs`, the rest in the tail.
+
+    `geometry` is there once the slot is bound.
+    """
+
+    session_id: str
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    packs: list[IndexedPack] = field(default_factory=list)
+    geometry: WindowGeometry = field(init=False)
+
+    @property
+    def stored(self) -> int:
+        """N: tokens in committed packs, whole hash blocks."""
+        return sum(pack.tokens for pack in self.packs)
+
+    @property
+    def position(self) -> int:
+        """The next token's position."""
+        return len(self.tokens)

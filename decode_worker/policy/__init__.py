@@ -1,0 +1,1 @@
+"""What decides which KV vectors move, and when. Policies do no I/O."""

@@ -1,0 +1,1 @@
+"""Indexes over stored keys: which records score highest for a query."""

@@ -1,0 +1,61 @@
+"""`exact`: attention mass over all stored keys. The others' yardstick, as slow as attention."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode_worker.retrieval.base import Retriever, top_k
+from decode_worker.retrieval.view import View
+
+
+class ExactRetriever(Retriever):
+    """Its index is the keys themselves, float32 in record order."""
+
+    name: ClassVar[str] = "exact"
+
+    def __init__(self, scale: float) -> None:
+        self._scale = np.float32(scale)
+        self.parameters = hashlib.sha256(b"exact" + struct.pack("<f", scale)).digest()
+
+    def build(self, layer: int, keys: NDArray[np.float32], order: NDArray[np.uint16]) -> NDArray[np.float32]:
+        return np.stack([keys[order[head], head] for head in range(keys.shape[1])])
+
+    def select(
+        self,
+        layer: int,
+        view: View,
+        query: NDArray[np.float32],
+        limit: int,
+        sink: int,
+        k: int,
+        heads: Sequence[int],
+    ) -> list[NDArray[np.int32]]:
+        return [self._select_head(layer, view, query[h], limit, sink, k, h) for h in heads]
+
+    def _select_head(
+        self, layer: int, view: View, query: NDArray[np.float32], limit: int, sink: int, k: int, head: int
+    ) -> NDArray[np.int32]:
+        data, _ = view.column(layer, head)
+        tokens = view.tokens_of(layer, head)
+        records = np.flatnonzero((tokens >= sink) & (tokens < limit))
+        if not len(records):
+            return np.empty(0, np.int32)
+        scores = attention_mass(query, np.concatenate(data)[records], self._scale)
+        return records[top_k(scores, k)].astype(np.int32)
+
+
+def attention_mass(query: NDArray[np.float32], keys: NDArray[np.float32], scale: np.float32) -> NDArray[np.float32]:
+    """logsumexp over the group of each head's log attention weight, float32[n]. query: [g, d]; keys: [n, d]."""
+    s = scale * (query @ keys.T)
+    return _logsumexp(s - _logsumexp(s, axis=1)[:, None], axis=0)
+
+
+def _logsumexp(x: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+    top = x.max(axis=axis, keepdims=True)
+    return (np.log(np.exp(x - top).sum(axis=axis, keepdims=True)) + top).squeeze(axis)

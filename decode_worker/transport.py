@@ -1,0 +1,139 @@
+"""The worker's end of the data plane: window, staging and rings that it shares with its node's daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode_worker import _native
+from decode_worker.policy.plan import NO_PAIRS, Ticket
+from kvstore_service.client import RingGeometry, StoreClient, StoreError
+
+# grpc.StatusCode numbers that a run's `aux` carries (enum Fault in csrc/core/ring.h).
+FAULT_NAMES = {
+    3: "INVALID_ARGUMENT",
+    5: "NOT_FOUND",
+    9: "FAILED_PRECONDITION",
+    10: "ABORTED",
+    13: "INTERNAL",
+    14: "UNAVAILABLE",
+    15: "DATA_LOSS",
+}
+DATA_LOSS = 15
+
+
+class Transport:
+    """Registers with the daemon and maps what it shares. One thread uses it at a time.
+
+    `window` and `staging` are uint8 arrays over shared memory; `decode` is the ring of the decode steps, `bulk` the one of
+    restores and stores. After a RingTimeout everything is poisoned: close, and make a new Transport.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        *,
+        slots: int,
+        window_bytes: int,
+        staging_bytes: int,
+        decode_ring: RingGeometry,
+        bulk_ring: RingGeometry,
+        wait_ms: int,
+    ) -> None:
+        self.client = client
+        self.wait_us = wait_ms * 1000
+        memory = client.register_worker(
+            slots=slots,
+            window_bytes=window_bytes,
+            staging_bytes=staging_bytes,
+            rings=[decode_ring, bulk_ring],
+        )
+        self.pack_tokens = memory.pack_tokens
+        self._window_map = mmap.mmap(memory.window_fd, window_bytes)
+        self._staging_map = mmap.mmap(memory.staging_fd, staging_bytes)
+        self.window = np.frombuffer(self._window_map, dtype=np.uint8)
+        self.staging = np.frombuffer(self._staging_map, dtype=np.uint8)
+        self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
+        memory.close()
+
+    def run(self, tickets: Iterable[Ticket]) -> None:
+        """Posts bulk tickets as credit allows and returns when all are done. Raises StoreError on the first failed run."""
+        pending: deque[int] = deque()
+        for ticket in tickets:
+            if len(pending) == self.bulk.tickets:
+                self._collect(pending.popleft())
+            pending.append(self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs))
+        while pending:
+            self._collect(pending.popleft())
+
+    def _collect(self, seq: int) -> None:
+        raise_for_status(self.bulk.wait(seq, self.wait_us))
+
+    def release(self, offset: int, size: int) -> None:
+        """Gives the pages of a part of the window back to the system (its content becomes zero)."""
+        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._window_map.madvise(mmap.MADV_REMOVE, first, last - first)
+
+    def close(self) -> None:
+        self.decode.close()
+        self.bulk.close()
+        self.window = self.staging = np.empty(0, dtype=np.uint8)
+        for shared in (self._window_map, self._staging_map):
+            with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with it
+                shared.close()
+
+
+def raise_for_status(statuses: NDArray[np.uint32]) -> None:
+    """statuses: uint32[runs, 2] (status, aux). Raises StoreError for the gravest run that did not end OK."""
+    failed = statuses[statuses[:, 0] != _native.STATUS_OK]
+    if not len(failed):
+        return
+    status, fault = max((int(s), int(f)) for s, f in failed)
+    worst = DATA_LOSS if DATA_LOSS in failed[:, 1] else fault
+    name = FAULT_NAMES.get(worst, "ABORTED" if status == _native.STATUS_STALE else "INTERNAL")
+    raise StoreError(name, f"{len(failed)} of {len(statuses)} transfers failed in the store ({name})")
+
+
+class StagingRing:
+    """The staging memory as a ring of equal parts, one for each STORE ticket in flight."""
+
+    def __init__(self, transport: Transport, part_bytes: int) -> None:
+        self._transport = transport
+        self._part_bytes = -(-part_bytes // 64) * 64
+        parts = min(len(transport.staging) // self._part_bytes, transport.bulk.tickets)
+        if parts < 1:
+            raise ValueError(
+                f"staging memory of {len(transport.staging)} bytes cannot hold one segment set of {part_bytes} bytes: "
+                "raise staging_bytes or lower pack_tokens"
+            )
+        self._free = deque(range(parts))
+        self._pending: deque[tuple[int, int]] = deque()
+
+    def store(
+        self, layer: int, fill: Callable[[NDArray[np.uint8], int], NDArray[np.void]]
+    ) -> None:
+        """Posts one STORE ticket: `fill(part, offset)` writes the part (at `offset` of the staging memory) and returns its runs."""
+        if not self._free:
+            self._collect()
+        part = self._free.popleft()
+        offset = part * self._part_bytes
+        runs = fill(self._transport.staging[offset : offset + self._part_bytes], offset)
+        seq = self._transport.bulk.post(_native.OP_STORE, 0, layer, runs, NO_PAIRS)
+        self._pending.append((seq, part))
+
+    def flush(self) -> None:
+        """Returns when every posted STORE is acknowledged."""
+        while self._pending:
+            self._collect()
+
+    def _collect(self) -> None:
+        seq, part = self._pending.popleft()
+        raise_for_status(self._transport.bulk.wait(seq, self._transport.wait_us))
+        self._free.append(part)

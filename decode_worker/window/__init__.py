@@ -1,0 +1,1 @@
+"""Device memory that the daemon fills: how it is laid out."""

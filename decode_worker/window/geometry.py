@@ -1,0 +1,90 @@
+"""How one slot's part of the window is laid out; the only place that does its size and offset arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+SLOT_ALIGN = 4096
+BYTES_PER_PLACE_ENTRY = 8  # int32 place and int32 record of each selected place: the slot map
+
+
+@dataclass(frozen=True, eq=False)
+class WindowGeometry:
+    """Lanes (layer-major) of one slot, one behind the other.
+
+    An offloaded head's lane is `sink` places, `k + slack` selected ones, then `tail`; a resident head's has one
+    place for each of `resident_places` tokens. `resident`: bool[layers, kv_heads].
+    """
+
+    layers: int
+    kv_heads: int
+    record_bytes: int
+    label_bytes: int  # of one offloaded head
+    sink: int
+    k: int
+    slack: int
+    tail: int
+    resident: NDArray[np.bool_]
+    resident_places: int
+
+    def __post_init__(self) -> None:
+        if self.resident.shape != (self.layers, self.kv_heads):
+            raise ValueError(f"resident has shape {self.resident.shape}, expected {(self.layers, self.kv_heads)}")
+        if self.record_bytes % 64 or self.record_bytes <= 0:
+            raise ValueError(f"record_bytes={self.record_bytes} must be a positive multiple of 64")
+        if min(self.sink, self.slack) < 0 or min(self.k, self.tail, self.resident_places) < 1:
+            raise ValueError("k, tail and resident_places must be positive, sink and slack not negative")
+
+    @property
+    def first_tail(self) -> int:
+        """The first tail place of an offloaded head; token t lies at first_tail + t % tail."""
+        return self.sink + self.k + self.slack
+
+    @property
+    def offloaded_places(self) -> int:
+        return self.first_tail + self.tail
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """Places of each lane, int64[layers, kv_heads]."""
+        return np.where(self.resident, self.resident_places, self.offloaded_places).astype(np.int64)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.uint64]:
+        """Byte offset of place 0 of each lane within the slot's part, uint64[layers, kv_heads]."""
+        ends = np.cumsum(self.places.ravel() * self.record_bytes)
+        return (ends - self.places.ravel() * self.record_bytes).astype(np.uint64).reshape(self.places.shape)
+
+    @property
+    def window_bytes(self) -> int:
+        return int(self.places.sum()) * self.record_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """window_bytes in whole pages."""
+        return -(-self.window_bytes // SLOT_ALIGN) * SLOT_ALIGN
+
+    def windows(self, slot_offset: int) -> NDArray[np.uint64]:
+        """What BindSlot takes: uint64[layers, kv_heads, 2] = (byte offset in the whole window, places)."""
+        return np.stack([self.offsets + np.uint64(slot_offset), self.places.astype(np.uint64)], axis=-1)
+
+    # --- figures, as CONTRACTS defines them ---
+
+    @property
+    def resident_bytes(self) -> int:
+        return int(self.resident.sum()) * self.resident_places * self.record_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Window (selected, slack, tail, resident), labels and slot maps of one slot."""
+        offloaded = int((~self.resident).sum())
+        slot_maps = offloaded * (self.k + self.slack) * BYTES_PER_PLACE_ENTRY
+        return self.slot_bytes + offloaded * self.label_bytes + slot_maps
+
+    def offloaded_bytes(self, tokens: int) -> int:
+        """KV of the heads that are not resident, for a session of this many tokens."""
+        return int((~self.resident).sum()) * tokens * self.record_bytes

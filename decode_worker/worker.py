@@ -1,0 +1,188 @@
+"""A worker as others see it, in this process or behind a Ray actor: documents in, answers and figures out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from decode_worker.config import WorkerConfig
+from decode_worker.engine.engine import Engine
+from decode_worker.engine.session import Session
+from decode_worker.model.sampling import Sampler, Sampling
+from decode_worker.model.tokenizer import TextStream
+from kvstore_service.client import AdminClient
+
+
+@dataclass(frozen=True)
+class PrefillReport:
+    tokens: int
+    stored_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids of one answer, and what its decode steps cost. Bytes and records are the daemon's counts during the steps."""
+
+    tokens: list[int]
+    steps: int
+    decode_s: float
+    bind_s: float
+    records_moved: int
+    nvme_read_bytes: int
+    proc_read_bytes: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one session of the present policy, as defined in docs/architecture.md (Figures)."""
+
+    device_bytes: int
+    resident_bytes: int
+    offloaded_bytes: int
+    index_bytes: int
+
+
+class Worker:
+    """One engine at a time over a model that is loaded once. Not thread-safe."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._engine = Engine(config)
+        self._admin = AdminClient.connect(str(config.socket), str(config.broker))
+        self._footprint: Footprint | None = None
+        self._progress = (0, 0)
+
+    def ping(self) -> None:
+        """Returns when the worker is ready."""
+
+    def progress(self) -> tuple[int, int]:
+        """(done, total) of the prefill under way; may be asked from another thread."""
+        return self._progress
+
+    def reconfigure(self, **changes: object) -> None:
+        """Replaces the engine by one with other settings (policy, retriever, budget, ...); the model stays loaded."""
+        config, model = self._engine.config, self._engine.model
+        self._engine.close()
+        self._footprint = None
+        self._engine = Engine(replace(config, **changes), model)
+
+    def text_stream(self) -> TextStream:
+        """Turns generated token ids into text as they come."""
+        return self._engine.tokenizer.stream()
+
+    def encode(self, text: str) -> list[int]:
+        return self._engine.tokenizer.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._engine.tokenizer.decode(list(tokens))
+
+    def prefill_document(self, ids: Sequence[int]) -> PrefillReport:
+        """Computes and stores a document; its session is closed again, the packs stay."""
+        started = time.monotonic()
+        session, _ = self._engine.prefill(ids, self._show_progress)
+        seconds = time.monotonic() - started
+        stored = session.stored
+        self._engine.close_session(session)
+        return PrefillReport(len(ids), stored, seconds)
+
+    def prefill_speed(self, ids: Sequence[int], stored: bool) -> float:
+        """Tokens/s of computing a prompt, with its packs written and committed or with nothing kept."""
+        started = time.monotonic()
+        if stored:
+            session, _ = self._engine.prefill(ids)
+            seconds = time.monotonic() - started
+            self._engine.close_session(session)
+        else:
+            self._engine.compute_only(ids)
+            seconds = time.monotonic() - started
+        return len(ids) / seconds
+
+    def answer(self, document: Sequence[int], question: Sequence[int], new_tokens: int) -> Answer:
+        """Asks one question of a stored document in a fresh session: one decode step per question and answer token."""
+        began = time.monotonic()
+        session, rest = self._engine.attach([*document, *question])
+        bind_s = time.monotonic() - began
+        try:
+            before, moved, started = self._io(), self._engine.policy.counters.records_moved, time.monotonic()
+            tokens = list(self._greedy(session, rest, new_tokens))
+            seconds = time.monotonic() - started
+            after = self._io()
+            self._footprint = self._footprint_of(session)
+        finally:
+            self._engine.close_session(session)
+        return Answer(
+            tokens,
+            len(rest) + new_tokens - 1,
+            seconds,
+            bind_s,
+            self._engine.policy.counters.records_moved - moved,
+            after[0] - before[0],
+            after[1] - before[1],
+        )
+
+    def counters(self) -> dict[str, float]:
+        """The policy's counters since its engine was made (lookups, hits, ...)."""
+        return self._engine.policy.counters.as_dict()
+
+    def footprint(self) -> Footprint:
+        """Of the last answered session."""
+        if self._footprint is None:
+            raise ValueError("no session has run with the present settings yet")
+        return self._footprint
+
+    def generate(
+        self, ids: Sequence[int], new_tokens: int, sampling: Sampling, progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[int]:
+        """Prefills a prompt and yields its continuation until `new_tokens` or an end-of-sequence token."""
+        session, logits = self._engine.prefill(ids, progress)
+        sampler = Sampler([sampling])
+        try:
+            for produced in range(new_tokens):
+                token = int(sampler.next(logits[None])[0])
+                if token in self._engine.tokenizer.eos_ids:
+                    return
+                yield token
+                if produced + 1 < new_tokens:
+                    logits = self._engine.step([session], [token])[0]
+        finally:
+            self._engine.close_session(session)
+
+    def close(self) -> None:
+        self._engine.close()
+        self._admin.close()
+
+    def _show_progress(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+
+    def _footprint_of(self, session: Session) -> Footprint:
+        geometry = session.geometry
+        return Footprint(
+            geometry.device_bytes,
+            geometry.resident_bytes,
+            geometry.offloaded_bytes(session.stored),
+            self._engine.index_bytes(session),
+        )
+
+    def _greedy(self, session: Session, prompt: Sequence[int], new_tokens: int) -> Iterator[int]:
+        for token in prompt:
+            logits = self._engine.step([session], [token])
+        for produced in range(new_tokens):
+            token = int(logits[0].argmax())
+            yield token
+            if produced + 1 < new_tokens:
+                logits = self._engine.step([session], [token])
+
+    def _io(self) -> tuple[int, int]:
+        """(the daemon's own count, the kernel's count) of bytes that the daemon has read from storage."""
+        status = self._admin.get_status()
+        return status.counters["nvme_read_bytes"], _proc_read_bytes(status.pid)
+
+
+def _proc_read_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "read_bytes":
+            return int(value)
+    raise ValueError(f"/proc/{pid}/io has no read_bytes")

@@ -1,0 +1,165 @@
+"""The native data plane of the daemon (csrc/store, csrc/core). KV bytes are touched here and nowhere else.
+
+Errors are `NativeError`; its `code` is the name of a gRPC status code (DATA_LOSS, INVALID_ARGUMENT,
+FAILED_PRECONDITION, RESOURCE_EXHAUSTED, NOT_FOUND, UNAVAILABLE, INTERNAL), set where the error arises.
+Every call releases the GIL while it waits or works; all of them may be called from any thread.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_BYTES: int
+HASH_BLOCK_TOKENS: int
+PACK_VERSION: int
+RING_VERSION: int
+
+class NativeError(RuntimeError):
+    code: str
+
+class KindSpec:
+    """A kind of record: `record_bytes` is a multiple of 64 and at most 4096; dtype as `Dtype` in csrc/core/pack.h."""
+
+    def __init__(self, lanes: int, d: int, dtype: int, record_bytes: int) -> None: ...
+    lanes: int
+    d: int
+    dtype: int
+    record_bytes: int
+
+class PackSpec:
+    """What a pack's header says. `pack_id`, `parent`, `fingerprint`: 32 bytes; `build`: 16 bytes.
+
+    `tokens` is a multiple of 256 (HASH_BLOCK_TOKENS), at most 16384; extent_blocks is 1..16."""
+
+    def __init__(
+        self,
+        pack_id: bytes,
+        build: bytes,
+        parent: bytes,
+        fingerprint: bytes,
+        layers: int,
+        kinds: Sequence[KindSpec],
+        tokens: int,
+        extent_blocks: int,
+    ) -> None: ...
+    pack_id: bytes
+    build: bytes
+    parent: bytes
+    fingerprint: bytes
+    layers: int
+    kinds: list[KindSpec]
+    tokens: int
+    extent_blocks: int
+    file_bytes: int
+    def segment_bytes(self, kind: int) -> int: ...
+
+class RingGeometry:
+    def __init__(self, tickets: int, runs_max: int, pairs_max: int) -> None: ...
+    tickets: int
+    runs_max: int
+    pairs_max: int
+    requests_bytes: int
+    completions_bytes: int
+
+def crc32c(data: bytes) -> int: ...
+def crc32c_portable(data: bytes) -> int:
+    """The same without special instructions."""
+
+class ClockPolicy:
+    """The eviction policy of the frames, by itself. `victim` and `coldest` return 2**32 - 1 if there is none."""
+
+    def __init__(self, frames: int) -> None: ...
+    def admit(self, frame: int, weight: int) -> None: ...
+    def use(self, frame: int) -> None: ...
+    def remove(self, frame: int) -> None: ...
+    def victim(self) -> int:
+        """For a read that somebody waits for: wears down uses and weights."""
+    def coldest(self) -> int:
+        """For a read ahead: only a frame without use and weight, and nothing wears down."""
+
+class DataPlane:
+    """Frames, packs, rings, windows and the copy threads of one daemon."""
+
+    def __init__(
+        self, dram_bytes: int, io_depth: int, copy_threads: int, spin_us: int = 30, extent_blocks: int = 4
+    ) -> None:
+        """Allocates frames (anonymous huge-page memory), starts `copy_threads` threads, each with its own io_uring.
+
+        A frame holds one extent of `extent_blocks` blocks (1..16); frames are carved from `dram_bytes` (which is never
+        exceeded). Packs of another extent_blocks are not opened."""
+    def close(self) -> None:
+        """Poisons every ring, ends the threads, closes files and mappings. Idempotent."""
+
+    # packs
+    def create_upload(self, path: str, spec: PackSpec) -> int:
+        """A new file at `path` (must not exist; O_DIRECT) that STORE runs of the owning worker fill. Returns its id (u32).
+
+        A STORE run is OK when its blocks are written (volatile); they are durable after `finish_upload`. Kind 0 brings its
+        u16 map behind the records; other kinds have none. A block of nothing but zeros is refused (INVALID_ARGUMENT): it
+        could not be told from a lost write. The caller makes the directory entry durable (fsync of the directory)."""
+    def upload_missing(self, upload: int) -> int:
+        """Number of segments that no STORE has filled yet."""
+    def finish_upload(self, upload: int) -> None:
+        """Writes map and CRC table, then the header, each made durable with fdatasync before the next.
+
+        FAILED_PRECONDITION while a segment is missing; INVALID_ARGUMENT if a map is no permutation. The upload ends either way
+        only on success; after an error call `abort_upload`."""
+    def abort_upload(self, upload: int) -> None:
+        """Waits for the upload's I/O in flight, closes and unlinks its file."""
+    def open_pack(self, path: str) -> int:
+        """Checks header and CRC table (DATA_LOSS), opens with O_DIRECT, returns a handle (u32).
+
+        FAILED_PRECONDITION: another pack version, another extent_blocks, or a file system without O_DIRECT."""
+    def close_pack(self, pack: int) -> None:
+        """Drops its frames and closes it. FAILED_PRECONDITION while a slot is bound to it."""
+    def pack_spec(self, pack: int) -> PackSpec: ...
+    def read_map(self, pack: int) -> NDArray[np.uint16]:
+        """Record -> token within the pack, uint16[layers, lanes, tokens]; verified (DATA_LOSS)."""
+    def verify_pack(self, pack: int) -> list[int]:
+        """Reads every block from disk and returns the numbers of those whose CRC is wrong."""
+    def warm(self, pack: int, hot_records: NDArray[np.uint32]) -> None:
+        """Queues the reading of the first hot_records[layer, lane] records of each segment of kind 0 into free or colder
+        frames, in the background, weighted against eviction; returns at once."""
+
+    # workers
+    def add_worker(self, window_fd: int, window_bytes: int, staging_fd: int, staging_bytes: int, slots: int) -> int:
+        """Maps a worker's memory (fds are duplicated). Returns the worker's id."""
+    def add_ring(self, worker: int, requests_fd: int, completions_fd: int, geometry: RingGeometry) -> int:
+        """Formats both headers and serves the ring from one of the copy threads. Returns the ring's index in the worker."""
+    def remove_worker(self, worker: int) -> None:
+        """Poisons its rings, waits until nothing can store into its memory, unmaps, unbinds, aborts its uploads."""
+    def own_upload(self, worker: int, upload: int) -> None:
+        """Only this worker's STORE runs may fill the upload."""
+    def bind(self, worker: int, slot: int, packs: Sequence[int], windows: NDArray[np.uint64], record_bytes: int) -> int:
+        """Binds a free slot to packs (record ids continue from pack to pack) and window places.
+
+        windows: uint64[layers, lanes, 2] = (byte offset of place 0 in the window, number of places), for kind 0; checked
+        against the window's size. All packs share layers, kinds and fingerprint. Returns the slot's new epoch (u32)."""
+    def extend(self, worker: int, slot: int, pack: int) -> int:
+        """Appends a pack to a bound slot (a sealed tail); its epoch stays. Returns the session's new number of records."""
+    def unbind(self, worker: int, slot: int) -> None:
+        """Returns only when no ticket or copy of the slot's epoch can still store."""
+
+    # figures
+    def stats(self) -> dict[str, int]:
+        """Counters since the start: tickets, runs, runs_ok, runs_error, runs_stale, records_copied, bytes_copied,
+        extent_hits, extent_misses, nvme_read_bytes, nvme_read_ops, nvme_write_bytes, crc_errors, frames, frames_used,
+        frame_bytes, evictions, promotes_dropped, packs_open, uploads_open, workers, rings, bound_slots, wakes, sleeps, store_bytes,
+        warm_bytes (read ahead by `warm`, part of nvme_read_bytes)."""
+    def drain_trace(self) -> NDArray[np.uint64]:
+        """Copy times of tickets since the last call (a bounded ring of the latest 4096), uint64[n, 6]:
+        (worker << 16 | ring, seq, step << 16 | layer, seen_ns, first_copy_ns or 0, done_ns), CLOCK_MONOTONIC."""
+    def set_faults(
+        self,
+        stopped: bool = False,
+        delay_us: int = 0,
+        delay_random: bool = False,
+        fail_every: int = 0,
+        reorder: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """For tests: stop the copy threads' serving (no tickets, copies or heartbeats, as if the daemon were stopped; they still
+        run commands such as remove_worker), delay each run before
+        its first copy (exactly delay_us, or uniformly up to it), end every n-th run in ERROR/INTERNAL after half of its copies,
+        complete runs of a ticket in random order."""

@@ -1,0 +1,1 @@
+"""gRPC stubs, generated at build time from proto/."""

@@ -1,0 +1,183 @@
+"""The daemon's configuration: YAML file < environment KVSTORE_* < flags, validated once."""
+
+import argparse
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvstore_service import settings
+from kvstore_service.settings import ConfigError, Key
+from kvstore_service.types import HASH_BLOCK_TOKENS, format_size
+
+UNIX_PATH_BYTES_MAX = 107
+PACK_TOKENS_MAX = 16384
+DRAM_BYTES_MIN = 4 << 20
+PREFIX = "KVSTORE_"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a daemon runs with. `origins` says where each value came from."""
+
+    data_dir: Path
+    socket: Path
+    broker: Path
+    dram_bytes: int
+    nvme_bytes: int
+    pack_tokens: int
+    extent_blocks: int
+    copy_threads: int
+    io_depth: int
+    window: str
+    slots_max: int
+    sessions_max: int
+    metrics_addr: str
+    allow_uids: frozenset[int]
+    tcp: str
+    tls: str
+    origins: Mapping[str, str]
+
+    def values(self) -> dict[str, str]:
+        """Every key's value as one would write it in the file."""
+        return {key.name: key.show(getattr(self, key.name)) for key in KEYS}
+
+
+def _data_dir() -> str:
+    if os.getuid() == 0:
+        return "/var/lib/headgate"
+    return str(Path(os.environ.get("XDG_DATA_HOME", Path.home() / ".local/share")) / "headgate")
+
+
+def _socket_path(value: Any) -> Path:
+    path = settings.path(value)
+    if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+        raise ValueError(f"a socket's path has at most {UNIX_PATH_BYTES_MAX} bytes; choose a shorter one")
+    return path
+
+
+def _pack_tokens(value: Any) -> int:
+    tokens = settings.count(HASH_BLOCK_TOKENS, PACK_TOKENS_MAX)(value)
+    if tokens % HASH_BLOCK_TOKENS:
+        raise ValueError(f"write a multiple of {HASH_BLOCK_TOKENS}")
+    return tokens
+
+
+def _copy_threads(value: Any) -> int:
+    if value == "auto":
+        return max(1, min(4, len(os.sched_getaffinity(0)) - 1))
+    return settings.count(1, 64)(value)
+
+
+def _window(value: Any) -> str:
+    settings.choice("shm", "auto")(value)
+    return "shm"
+
+
+def _address(value: Any) -> str:
+    # YAML 1.1 reads a bare `off` as false.
+    if value is False or value == "off":
+        return "off"
+    host, colon, port = str(value).rpartition(":")
+    if not (colon and host and port.isdigit() and int(port) < 65536):
+        raise ValueError("write HOST:PORT or off")
+    return str(value)
+
+
+def _loopback(value: Any) -> str:
+    address = _address(value)
+    if address != "off" and address.rpartition(":")[0] not in ("127.0.0.1", "localhost", "[::1]"):
+        raise ValueError("metrics are served on loopback only; write 127.0.0.1:PORT or off")
+    return address
+
+
+def _uids(value: Any) -> frozenset[int]:
+    if value == "own":
+        return frozenset({os.getuid()})
+    items = value if isinstance(value, list) else str(value).split(",")
+    try:
+        return frozenset(int(item) for item in items)
+    except ValueError:
+        raise ValueError("write own, or user ids separated by commas") from None
+
+
+def _show_uids(uids: frozenset[int]) -> str:
+    return ",".join(map(str, sorted(uids)))
+
+
+def _tls(value: Any) -> str:
+    if value is False or value in ("off", ""):
+        return "off"
+    directory = settings.path(value)
+    for name in ("ca.crt", "server.crt", "server.key"):
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory / name} is missing; the directory holds ca.crt, server.crt and server.key")
+    try:
+        ssl.create_default_context().load_cert_chain(directory / "server.crt", directory / "server.key")
+    except (ssl.SSLError, OSError) as error:
+        raise ValueError(f"server.crt and server.key cannot be loaded ({error})") from None
+    return str(directory)
+
+
+KEYS = (
+    Key("data_dir", _data_dir, settings.path, "packs and catalogue; one daemon at a time"),
+    Key("socket", lambda: settings.runtime_dir() / "store.sock", _socket_path, "unix socket of gRPC"),
+    Key("broker", lambda: settings.runtime_dir() / "broker.sock", _socket_path, "unix socket of the fd broker"),
+    Key("dram_bytes", lambda: "1GiB", settings.size(DRAM_BYTES_MIN), "memory of the DRAM tier", format_size),
+    Key("nvme_bytes", lambda: "64GiB", settings.size(1 << 20), "most bytes of packs and sidecars on disk", format_size),
+    Key("pack_tokens", lambda: 1024, _pack_tokens, "most tokens of a pack, a multiple of 256"),
+    Key("extent_blocks", lambda: 4, settings.count(1, 16), "4 KiB blocks that are cached together"),
+    Key("copy_threads", lambda: "auto", _copy_threads, "copy threads; auto = cores - 1, from 1 to 4"),
+    Key("io_depth", lambda: 64, settings.count(1, 4096), "reads in flight per copy thread"),
+    Key("window", lambda: "auto", _window, "where windows lie: shm, or auto (the best available)"),
+    Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
+    Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),
+    Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),
+    Key("allow_uids", lambda: "own", _uids, "user ids that may connect: own, or 0,1000", _show_uids),
+    Key("tcp", lambda: "off", _address, "HOST:PORT of AdminService over mutual TLS, or off"),
+    Key("tls", lambda: "off", _tls, "directory with ca.crt, server.crt, server.key (needed by tcp)"),
+)
+NAMES = tuple(key.name for key in KEYS)
+assert (*NAMES, "origins") == tuple(field.name for field in fields(Config))
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        prog="kvstored",
+        usage="kvstored [config print] [--config FILE] [--KEY VALUE ...]",
+        description="The daemon that keeps the KV cache of this node's decode workers.",
+        epilog="Every key may stand in the YAML file, in the environment (KVSTORE_DATA_DIR, ...) or in a flag; the "
+        "later one wins. `kvstored config print` shows the result and where each value came from. Sizes take units: "
+        "8GiB, 512MiB. SIGTERM drains and ends the daemon.",
+        allow_abbrev=False,
+    )
+    settings.add_flags(flags, KEYS)
+    return flags
+
+
+def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Config:
+    """Resolves file, environment and flags. ConfigError for anything unknown or out of range."""
+    arguments, unknown = parser().parse_known_args(argv)
+    if unknown:
+        flags = [f"--{name.replace('_', '-')}" for name in NAMES]
+        raise settings.unknown(unknown[0], flags if unknown[0].startswith("-") else [], "flag")
+    raw = settings.resolve(KEYS, PREFIX, arguments, environment)
+    config = Config(**settings.parsed(KEYS, raw), origins={name: origin for name, (_, origin) in raw.items()})
+    if config.socket == config.broker:
+        raise ConfigError(f"broker={config.broker}: the same path as socket; give each its own")
+    if config.tcp != "off" and config.tls == "off":
+        raise ConfigError(f"tcp={config.tcp}: needs mutual TLS; set tls to the directory of the certificates")
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as a file that can be loaded again; each line says where its value came from."""
+    lines = []
+    for name, value in config.values().items():
+        scalar = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").rstrip()
+        lines.append(f"{name}: {scalar}  # {config.origins[name]}")
+    return "\n".join(lines) + "\n"

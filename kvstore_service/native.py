@@ -1,0 +1,24 @@
+"""The data plane as the daemon sees it: native classes, and the one place where native errors become StoreErrors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvstore_service import _native
+from kvstore_service._native import DataPlane, PackSpec, RingGeometry
+from kvstore_service.types import Layout, StoreError
+
+__all__ = ["DataPlane", "PackSpec", "RingGeometry", "errors", "pack_spec"]
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    try:
+        yield
+    except _native.NativeError as error:
+        raise StoreError(error.code, str(error)) from error
+
+
+def pack_spec(pack_id: bytes, build: bytes, parent: bytes, layout: Layout, tokens: int, extent_blocks: int) -> PackSpec:
+    kinds = [_native.KindSpec(kind.lanes, kind.d, kind.dtype, kind.record_bytes) for kind in layout.kinds]
+    with errors():
+        return PackSpec(pack_id, build, parent, layout.fingerprint, layout.layers, kinds, tokens, extent_blocks)

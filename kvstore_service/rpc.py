@@ -1,0 +1,197 @@
+"""What holds for every call of the daemon: a token, a deadline, one answer per idempotency key, and typed errors."""
+
+import errno
+import hashlib
+import logging
+import re
+import secrets
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from kvstore_service.sessions import Sessions, Worker
+from kvstore_service.types import StoreError
+
+TOKEN_ENTRY = "kvstore-token"
+REQUEST_ID_ENTRY = "kvstore-request-id"
+DEADLINE_S_MAX = 24 * 3600.0
+REPLIES_MAX = 256  # per worker
+_OPEN = ("/grpc.health.v1.", "/grpc.reflection.")
+_ADMIN = "/kvstore.v1.AdminService/"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_T = TypeVar("_T")
+
+log = logging.getLogger("kvstored.rpc")
+
+
+def caller(context: grpc.ServicerContext, sessions: Sessions) -> Worker:
+    """The worker whose token the call carries. UNAUTHENTICATED."""
+    token = dict(context.invocation_metadata()).get(TOKEN_ENTRY)
+    if not token:
+        raise StoreError("UNAUTHENTICATED", f"metadata {TOKEN_ENTRY} is missing; the broker hands it out")
+    return sessions.worker(token)
+
+
+class Replies:
+    """The latest answers of each worker's mutations, by idempotency key. A repeated call gets the first one's answer,
+    and waits for it if it is still under way; failures are not kept."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers: dict[str, OrderedDict[tuple[str, str], tuple[bytes, Future[Message]]]] = {}
+
+    def once(self, token: str, method: str, request: Any, act: Callable[[], Message], timeout_s: float) -> Message:
+        digest = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+        name = (method, request.idempotency_key)
+        with self._lock:
+            answers = self._answers.setdefault(token, OrderedDict())
+            first = answers.get(name)
+            if first is None:
+                future: Future[Message] = Future()
+                answers[name] = (digest, future)
+                while len(answers) > REPLIES_MAX:
+                    answers.popitem(last=False)
+        if first is not None:
+            return _repeat(first, digest, timeout_s)
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            with self._lock:
+                answers.pop(name, None)
+            future.set_exception(error)
+            raise
+        return future.result()
+
+    def forget(self, worker: Worker) -> None:
+        with self._lock:
+            self._answers.pop(worker.token, None)
+
+
+def _repeat(first: tuple[bytes, Future[Message]], digest: bytes, timeout_s: float) -> Message:
+    if first[0] != digest:
+        raise StoreError("INVALID_ARGUMENT", "the idempotency key was used with another request")
+    try:
+        return first[1].result(timeout_s)
+    except FutureTimeout:
+        raise StoreError("DEADLINE_EXCEEDED", "the first call with this idempotency key is still under way") from None
+
+
+class Gate(grpc.ServerInterceptor):
+    """Stands before every method of every service; health and reflection pass freely."""
+
+    def __init__(self, sessions: Sessions, replies: Replies) -> None:
+        self._sessions = sessions
+        self._replies = replies
+
+    def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        handler = continuation(details)
+        method: str = details.method
+        if handler is None or method.startswith(_OPEN):
+            return handler
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(
+                self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            )
+        behaviour = handler.unary_stream or handler.stream_stream
+        wrap = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.stream_stream_rpc_method_handler
+        return wrap(self._stream(method, behaviour), handler.request_deserializer, handler.response_serializer)
+
+    def _unary(self, method: str, behaviour: Callable[..., Message]) -> Callable[..., Message]:
+        def call(request: Any, context: grpc.ServicerContext) -> Message:
+            def act() -> Message:
+                token = self._check(method, context)
+                if getattr(request, "idempotency_key", ""):
+                    timeout_s = min(context.time_remaining(), DEADLINE_S_MAX)
+                    return self._replies.once(token, method, request, lambda: behaviour(request, context), timeout_s)
+                return behaviour(request, context)
+
+            return _answered(method, context, act)
+
+        return call
+
+    def _stream(self, method: str, behaviour: Callable[..., Iterator[Message]]) -> Callable[..., Iterator[Message]]:
+        def call(request: Any, context: grpc.ServicerContext) -> Iterator[Message]:
+            _answered(method, context, lambda: self._check(method, context))
+            responses = iter(behaviour(request, context))
+            while True:
+                response = _answered(method, context, lambda: next(responses, None))
+                if response is None:
+                    return
+                yield response
+
+        return call
+
+    def _check(self, method: str, context: grpc.ServicerContext) -> str:
+        remaining_s = context.time_remaining()
+        if remaining_s is None or remaining_s > DEADLINE_S_MAX:
+            raise StoreError("INVALID_ARGUMENT", "a deadline is mandatory; give one of at most a day")
+        if not context.peer().startswith("unix"):
+            # Beyond the machine the peer is known by its certificate, and descriptors cannot reach it.
+            if method.startswith(_ADMIN):
+                return f"tls {context.peer()}"
+            raise StoreError("PERMISSION_DENIED", "only AdminService is served over TCP")
+        return caller(context, self._sessions).token
+
+
+def _answered(method: str, context: grpc.ServicerContext, act: Callable[[], _T]) -> _T:
+    """The result of `act`, or the call aborted with its error's status; one log line per failure."""
+    request_id = _request_id(context)
+    started_s = time.monotonic()
+    try:
+        return act()
+    except StoreError as error:
+        failure = error
+        level = logging.INFO
+    except sqlite3.Error as error:
+        failure = StoreError("INTERNAL", f"the catalogue failed: {error}")
+        level = logging.ERROR
+    except OSError as error:
+        failure = StoreError("RESOURCE_EXHAUSTED" if error.errno in _FULL else "INTERNAL", str(error))
+        level = logging.ERROR
+    except Exception as error:
+        log.exception("call failed request=%s method=%s", request_id, method)
+        failure = StoreError("INTERNAL", f"{type(error).__name__}: {error}")
+        level = logging.ERROR
+    log.log(
+        level, "refused request=%s method=%s code=%s took_ms=%.1f message=%r",
+        request_id, method, failure.code, (time.monotonic() - started_s) * 1e3, failure.message,
+    )  # fmt: skip
+    context.set_trailing_metadata(((REQUEST_ID_ENTRY, request_id),))
+    context.abort_with_status(rpc_status.to_status(_status(failure)))
+    raise AssertionError("abort returned")
+
+
+def _request_id(context: grpc.ServicerContext) -> str:
+    given = dict(context.invocation_metadata()).get(REQUEST_ID_ENTRY, "")
+    return given if re.fullmatch(r"[\w.-]{1,64}", given) else secrets.token_hex(8)
+
+
+def _status(error: StoreError) -> status_pb2.Status:
+    """The error as google.rpc.Status with ErrorInfo, QuotaFailure and RetryInfo."""
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.code, domain="kvstore")]
+    if error.violations:
+        violations = [
+            error_details_pb2.QuotaFailure.Violation(subject=item.subject, description=item.description)
+            for item in error.violations
+        ]
+        details.append(error_details_pb2.QuotaFailure(violations=violations))
+    if error.retry_after_s is not None:
+        seconds, part = divmod(error.retry_after_s, 1)
+        delay = duration_pb2.Duration(seconds=int(seconds), nanos=int(part * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        packed.append(any_pb2.Any())
+        packed[-1].Pack(detail)
+    return status_pb2.Status(code=code_pb2.Code.Value(error.code), message=error.message, details=packed)

@@ -1,0 +1,180 @@
+"""kvstored: one daemon per node.
+
+1. resolve the configuration        2. claim data directory and sockets
+3. start data plane and store       4. serve broker, gRPC and metrics; print the ready line
+5. on SIGTERM or SIGINT refuse new work, wait for the workers a little, release everything, remove the sockets
+"""
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore_service import native
+from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grpc
+from kvstore_service.broker import Broker, claim_path, socket_mode
+from kvstore_service.catalog import Catalog
+from kvstore_service.config import Config, ConfigError, load, to_yaml
+from kvstore_service.metrics import MetricsServer
+from kvstore_service.rpc import Gate, Replies
+from kvstore_service.services import AdminService, StoreService
+from kvstore_service.sessions import Worker
+from kvstore_service.store import WORKERS_MAX, Store
+from kvstore_service.types import StoreError
+
+STORE_SERVICE = "kvstore.v1.StoreService"
+ADMIN_SERVICE = "kvstore.v1.AdminService"
+# Every worker's heartbeat stream holds a thread.
+RPC_THREADS_MAX = WORKERS_MAX + 32
+ENDING = {signal.SIGTERM, signal.SIGINT}
+DRAIN_S = 3.0
+GRACE_S = 1.0
+
+log = logging.getLogger("kvstored")
+
+
+class Daemon:
+    """All of kvstored in one object; `data_plane` is open to tests."""
+
+    def __init__(self, config: Config) -> None:
+        """Claims directory and sockets. StoreError FAILED_PRECONDITION if another daemon has them."""
+        self.config = config
+        claim_path(config.socket)
+        claim_path(config.broker)
+        with contextlib.ExitStack() as undo:
+            catalog = Catalog(config.data_dir)
+            undo.callback(catalog.close)
+            with native.errors():
+                self.data_plane = native.DataPlane(config.dram_bytes, config.io_depth, config.copy_threads)
+            undo.pop_all()
+        self.store = Store(config, catalog, self.data_plane)
+        self._replies = Replies()
+        self._broker = Broker(config.broker, config.allow_uids, self.store.admit, self._release)
+        self._health = health.HealthServicer(experimental_non_blocking=True)
+        self._grpc = self._grpc_server()
+        self._metrics: MetricsServer | None = None
+
+    def _grpc_server(self) -> grpc.Server:
+        server = grpc.server(
+            ThreadPoolExecutor(RPC_THREADS_MAX, thread_name_prefix="rpc"),
+            interceptors=[Gate(self.store.sessions, self._replies)],
+            maximum_concurrent_rpcs=RPC_THREADS_MAX,
+            options=[("grpc.so_reuseport", 0)],
+        )
+        store_service = StoreService(self.store, self._broker, self.config)
+        admin_service = AdminService(self.store, self.config, os.getpid())
+        store_service_pb2_grpc.add_StoreServiceServicer_to_server(store_service, server)
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        return server
+
+    def start(self) -> None:
+        """Serves from here on."""
+        self._broker.start()
+        try:
+            self._grpc.add_insecure_port(f"unix:{self.config.socket}")
+            os.chmod(self.config.socket, socket_mode(self.config.allow_uids))
+            if self.config.tcp != "off":
+                self._grpc.add_secure_port(self.config.tcp, _credentials(Path(self.config.tls)))
+            self._metrics = MetricsServer(self.config.metrics_addr, self.store.counters)
+        except (RuntimeError, OSError) as error:
+            raise StoreError("FAILED_PRECONDITION", f"cannot listen: {error}") from error
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._grpc.start()
+
+    def ready_line(self) -> str:
+        metrics = self._metrics.address if self._metrics else "off"
+        sockets = f"socket={self.config.socket} broker={self.config.broker}"
+        return f"kvstored ready {sockets} metrics={metrics} pid={os.getpid()}"
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuses new work and returns when no session is open, or at the deadline."""
+        self.store.drain()
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        deadline = time.monotonic() + timeout_s
+        while self.store.sessions.all() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Ends connections, poisons what workers still hold, removes the sockets."""
+        self._grpc.stop(GRACE_S).wait(GRACE_S + 2.0)
+        self._broker.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self.store.close()
+        self.config.socket.unlink(missing_ok=True)
+
+    def _release(self, worker: Worker) -> None:
+        self._replies.forget(worker)
+        self.store.worker_gone(worker)
+
+    def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
+        for service in ("", STORE_SERVICE, ADMIN_SERVICE):
+            self._health.set(service, status)
+
+
+def serve(daemon: Daemon) -> int:
+    """Runs a daemon until SIGTERM or SIGINT, which are blocked in every thread. Returns the exit status."""
+    try:
+        daemon.start()
+        print(daemon.ready_line(), flush=True)
+        signal.sigwait(ENDING)
+        log.info("draining pid=%d", os.getpid())
+        daemon.drain(DRAIN_S)
+    finally:
+        daemon.close()
+    log.info("ended pid=%d", os.getpid())
+    return 0
+
+
+def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = Daemon) -> int:
+    """`kvstored [--config FILE] [--KEY VALUE ...]` and `kvstored config print [...]`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["config"]:
+            if arguments[1:2] != ["print"]:
+                raise ConfigError("unknown command; kvstored config print")
+            print(to_yaml(load(arguments[2:])), end="")
+            return 0
+        config = load(arguments)
+        _log_to_stderr()
+        _raise_descriptor_limit()
+        # Threads inherit the mask: a signal that another thread took would not wake this one.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        return serve(make(config))
+    except ConfigError as error:
+        print(f"kvstored: {error}", file=sys.stderr)
+        return 2
+    except (StoreError, OSError) as error:
+        print(f"kvstored: {error.message if isinstance(error, StoreError) else error}", file=sys.stderr)
+        return 1
+
+
+def _credentials(directory: Path) -> grpc.ServerCredentials:
+    pair = ((directory / "server.key").read_bytes(), (directory / "server.crt").read_bytes())
+    return grpc.ssl_server_credentials([pair], (directory / "ca.crt").read_bytes(), require_client_auth=True)
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+
+def _raise_descriptor_limit() -> None:
+    """Every open pack and upload holds one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

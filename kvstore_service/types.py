@@ -1,0 +1,175 @@
+"""The nouns that daemon and client share: packs, layouts, sizes and errors. Imports nothing of ours."""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PACK_ID_BYTES = 32
+BUILD_BYTES = 16
+FINGERPRINT_BYTES = 32
+DIGEST_BYTES = 32
+NO_PARENT = bytes(PACK_ID_BYTES)
+HASH_BLOCK_TOKENS = 256
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One exceeded limit of a RESOURCE_EXHAUSTED error (google.rpc.QuotaFailure)."""
+
+    subject: str
+    description: str
+
+
+class StoreError(Exception):
+    """A refused call. `code` is the name of a gRPC status code, such as `NOT_FOUND`."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        retry_after_s: float | None = None,
+        violations: Sequence[Violation] = (),
+        request_id: str = "",
+    ) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+        self.violations = tuple(violations)
+        self.request_id = request_id
+
+
+@dataclass(frozen=True)
+class KindSpec:
+    """A kind of record; `dtype` as `Dtype` in csrc/core/pack.h (1 float32, 2 bfloat16, 3 float16)."""
+
+    lanes: int
+    d: int
+    dtype: int
+    record_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape that all packs of a session share. `fingerprint`: 32 bytes, the model's identity."""
+
+    fingerprint: bytes
+    layers: int
+    kinds: tuple[KindSpec, ...]
+
+
+@dataclass(frozen=True)
+class PackRef:
+    """One committed pack as a session uses it: identity, file build and the tokens that it covers."""
+
+    pack_id: bytes
+    build: bytes
+    first_token: int
+    tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.first_token + self.tokens
+
+
+@dataclass(frozen=True)
+class PackRow:
+    """A committed pack. `file` is its name under packs/."""
+
+    ref: PackRef
+    parent: bytes
+    layout: Layout
+    tenant: str
+    file: str
+    file_bytes: int
+    created_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class PrefixCandidate:
+    """A possible pack of a prompt; `token_digest` = SHA-256 of its token ids as u32 LE."""
+
+    first_token: int
+    tokens: int
+    token_digest: bytes
+
+
+@dataclass(frozen=True)
+class PackReservation:
+    """A pack to be written. An empty `parent` continues from the reservation before it."""
+
+    first_token: int
+    tokens: int
+    token_digest: bytes
+    parent: bytes = b""
+
+
+@dataclass(frozen=True)
+class ReservedPack:
+    """`upload_id` is None if the pack exists already; `pack` then is the one to attach."""
+
+    pack: PackRef
+    upload_id: int | None
+
+    @property
+    def exists(self) -> bool:
+        return self.upload_id is None
+
+
+@dataclass(frozen=True)
+class CommittedPack:
+    """`pack` is what the store holds now; `exists`: another commit had won and `pack` has its build.
+
+    `error` is set, and nothing was stored, if this item failed."""
+
+    pack: PackRef | None
+    exists: bool = False
+    error: StoreError | None = None
+
+
+@dataclass(frozen=True)
+class SidecarKey:
+    """Index data that belongs to one build of a pack. `parameters`: digest of what it depends on."""
+
+    pack_id: bytes
+    build: bytes
+    kind: str
+    parameters: bytes = b""
+
+
+@dataclass(frozen=True)
+class RingGeometry:
+    """Limits of one ring: tickets in flight (a power of two), runs and pairs per ticket."""
+
+    tickets: int
+    runs_max: int
+    pairs_max: int
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from `8GiB`, `512 MB` or a plain number. ValueError says what is accepted."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"{text!r} is no size; write a number with B, KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest exact unit where there is one (`8GiB`), else two decimals (`1.50GiB`)."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        factor = _UNITS[unit]
+        if size_bytes >= factor:
+            exact = size_bytes % factor == 0
+            return f"{size_bytes // factor}{unit}" if exact else f"{size_bytes / factor:.2f}{unit}"
+    return f"{size_bytes}B"

@@ -1,0 +1,49 @@
+"""A real kvstored for tests: `with Daemon(tmp_path) as daemon: StoreClient.connect(daemon.socket, daemon.broker, ...)`.
+
+`start`, `stop` (drain), `kill` (crash), `spawn` + `wait_ready`, `restart`; `Daemon(..., faulty=True)` takes faults:
+`daemon.set_faults(stopped=True)`. Limits and cleanup are PrivateDaemon's.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore_service.private import DAEMON_ARGV, PrivateDaemon
+
+_FAULTY_ARGV = (sys.executable, "-m", "tests.faulty_daemon")
+
+
+class Daemon(PrivateDaemon):
+    def __init__(
+        self,
+        directory: Path,
+        dram_bytes: int | str = "64MiB",
+        *,
+        options: Sequence[str] = ("--nvme-bytes=1GiB", "--copy-threads=1"),
+        faulty: bool = False,
+        start_s: float = 30.0,
+    ) -> None:
+        """Keeps its packs under `directory`/data."""
+        super().__init__(
+            directory / "data",
+            dram_bytes,
+            options=options,
+            argv=_FAULTY_ARGV if faulty else DAEMON_ARGV,
+            start_s=start_s,
+        )
+
+    def restart(self) -> None:
+        """Comes back over the same data and the same sockets, after `kill` or `stop`."""
+        self.stop()
+        self.start()
+
+    def set_faults(self, **faults: bool | int) -> None:
+        """DataPlane.set_faults in the daemon's process; returns when they hold. Needs faulty=True."""
+        self.send_line(json.dumps(faults))
+        answer = self.read_line(10.0)
+        assert answer == "ok", answer
+
+    def open_descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))

@@ -1,0 +1,175 @@
+"""One worker and one data plane in a process: memories, a ring, random packs, and what they should hold."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode_worker import _native as worker_native
+from kvstore_service import _native as store_native
+
+CANARY = 0xC5
+INVALID_ARGUMENT, ABORTED, INTERNAL, UNAVAILABLE, DATA_LOSS = 3, 10, 13, 14, 15
+OK, ERROR, STALE = worker_native.STATUS_OK, worker_native.STATUS_ERROR, worker_native.STATUS_STALE
+NO_PAIRS = np.zeros((0, 2), np.uint32)
+WAIT_US = 20_000_000
+
+
+def memfd(name: str, size: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def mapped(fd: int, size: int) -> NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(fd, size), np.uint8)
+
+
+def run(slot: int, epoch: int, **fields: int) -> NDArray[np.void]:
+    one = np.zeros(1, worker_native.RUN_DTYPE)
+    one["slot"], one["slot_epoch"] = slot, epoch
+    for name, value in fields.items():
+        one[name] = value
+    return one
+
+
+def spec(
+    rng: np.random.Generator, layers: int, lanes: int, record_bytes: int, tokens: int, extent_blocks: int = 4
+) -> store_native.PackSpec:
+    return store_native.PackSpec(
+        pack_id=rng.bytes(32),
+        build=rng.bytes(16),
+        parent=bytes(32),
+        fingerprint=bytes([7]) * 32,
+        layers=layers,
+        kinds=[store_native.KindSpec(lanes, record_bytes // 4, 2, record_bytes)],
+        tokens=tokens,
+        extent_blocks=extent_blocks,
+    )
+
+
+@dataclass
+class Pack:
+    handle: int
+    path: Path
+    spec: store_native.PackSpec
+    records: NDArray[np.uint8]  # [layers, lanes, tokens, record_bytes]
+    map: NDArray[np.uint16]  # [layers, lanes, tokens]
+
+
+@dataclass
+class Rig:
+    directory: Path
+    dram_bytes: int = 64 << 20
+    io_depth: int = 64
+    copy_threads: int = 1
+    spin_us: int = 30
+    extent_blocks: int = 4
+    window_bytes: int = 8 << 20
+    staging_bytes: int = 4 << 20
+    slots: int = 4
+    geometry: store_native.RingGeometry = field(
+        default_factory=lambda: store_native.RingGeometry(tickets=8, runs_max=64, pairs_max=1 << 16)
+    )
+
+    def __post_init__(self) -> None:
+        self.plane = store_native.DataPlane(
+            self.dram_bytes, self.io_depth, self.copy_threads, self.spin_us, self.extent_blocks
+        )
+        self.window_fd = memfd("window", self.window_bytes)
+        self.staging_fd = memfd("staging", self.staging_bytes)
+        self.window = mapped(self.window_fd, self.window_bytes)
+        self.staging = mapped(self.staging_fd, self.staging_bytes)
+        self.window[:] = CANARY
+        self.worker = self.plane.add_worker(
+            self.window_fd, self.window_bytes, self.staging_fd, self.staging_bytes, self.slots
+        )
+        self.ring = self.add_ring()
+        self.opened = 0
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.plane.close()
+
+    def ring_memory(self) -> tuple[int, int]:
+        g = self.geometry
+        requests, completions = memfd("requests", g.requests_bytes), memfd("completions", g.completions_bytes)
+        self.plane.add_ring(self.worker, requests, completions, g)
+        return requests, completions
+
+    def add_ring(self) -> worker_native.RingProducer:
+        self.request_fd, self.completion_fd = self.ring_memory()
+        return worker_native.RingProducer(self.request_fd, self.completion_fd)
+
+    def post(self, op: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32] = NO_PAIRS) -> int:
+        """Posts as soon as there is credit."""
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                return self.ring.post(op, 0, layer, runs, pairs)
+            except worker_native.NoCredit:
+                assert time.monotonic() < deadline
+                time.sleep(0.0005)
+
+    def ask(self, op: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32] = NO_PAIRS):
+        """Posts and waits; returns uint32[runs, 2]."""
+        return self.ring.wait(self.post(op, layer, runs, pairs), WAIT_US)
+
+    def store(self, upload: int, layer: int, lane: int, records: NDArray, order: NDArray, kind: int = 0):
+        """STOREs one segment from the start of the staging memory; returns (status, aux)."""
+        flat = records.reshape(-1)
+        self.staging[: flat.size] = flat
+        self.staging[flat.size : flat.size + 2 * order.size] = order.view(np.uint8)
+        return tuple(self.ask(worker_native.OP_STORE, layer, run(upload, 0, lane=lane, kind=kind))[0])
+
+    def make_pack(
+        self, rng: np.random.Generator, layers: int = 2, lanes: int = 2, record_bytes: int = 512, tokens: int = 512
+    ) -> Pack:
+        """A random pack, stored through the ring, finished and opened."""
+        self.opened += 1
+        path = self.directory / f"{self.opened}.pack"
+        what = spec(rng, layers, lanes, record_bytes, tokens, self.extent_blocks)
+        upload = self.plane.create_upload(str(path), what)
+        self.plane.own_upload(self.worker, upload)
+        records = rng.integers(0, 256, (layers, lanes, tokens, record_bytes), np.uint8)
+        order = rng.permuted(np.tile(np.arange(tokens, dtype=np.uint16), (layers, lanes, 1)), axis=2)
+        for layer in range(layers):
+            for lane in range(lanes):
+                assert self.store(upload, layer, lane, records[layer, lane], order[layer, lane]) == (OK, 0)
+        assert self.plane.upload_missing(upload) == 0
+        self.plane.finish_upload(upload)
+        return Pack(self.plane.open_pack(str(path)), path, what, records, order)
+
+    def bind(self, slot: int, packs: list[Pack], places: int, first: int = 4096, gap: int = 4096) -> int:
+        """Binds with `places` places per lane, `gap` bytes of canary between lanes; returns the epoch."""
+        layers, lanes, _, record_bytes = packs[0].records.shape
+        self.windows = np.zeros((layers, lanes, 2), np.uint64)
+        self.windows[..., 1] = places
+        stride = places * record_bytes + gap
+        self.windows[..., 0] = first + np.arange(layers * lanes).reshape(layers, lanes) * stride
+        return self.plane.bind(self.worker, slot, [p.handle for p in packs], self.windows, record_bytes)
+
+    def lane(self, layer: int, lane: int, record_bytes: int) -> NDArray[np.uint8]:
+        """The window's places of a lane, uint8[places, record_bytes]."""
+        offset, places = (int(v) for v in self.windows[layer, lane])
+        return self.window[offset : offset + places * record_bytes].reshape(places, record_bytes)
+
+
+def all_records(packs: list[Pack], layer: int, lane: int) -> NDArray[np.uint8]:
+    return np.concatenate([p.records[layer, lane] for p in packs])
+
+
+def until(condition, seconds: float = 5.0) -> None:
+    """Waits for a condition that another thread brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.0005)

@@ -1,0 +1,160 @@
+"""A worker may write anything into its request memory at any time: no crash, and no byte outside its lanes changes."""
+
+import mmap
+import struct
+import time
+
+import numpy as np
+import pytest
+from rig import CANARY, ERROR, INVALID_ARGUMENT, OK, Rig, memfd, run
+from decode_worker._native import OP_GATHER, OP_RANGE, RUN_DTYPE, RingPoisoned
+from kvstore_service._native import NativeError, RingGeometry
+
+HEADER, TICKET, RUN, PAIR = 256, 64, 32, 8
+BAD = [ERROR, INVALID_ARGUMENT]
+
+
+def outside_is_untouched(rig: Rig) -> bool:
+    inside = np.zeros(rig.window_bytes, bool)
+    for offset, places in rig.windows.reshape(-1, 2).astype(int):
+        inside[offset : offset + places * 512] = True
+    return bool((rig.window[~inside] == CANARY).all())
+
+
+def test_every_number_is_checked(directory, rng):
+    with Rig(directory) as rig:
+        pack = rig.make_pack(rng)
+        epoch = rig.bind(0, [pack], 100, gap=512)
+        top = 2**32 - 1
+        ranges = [
+            dict(pair_count=101), dict(pair_count=100, arg=1), dict(pair_count=1, arg=100), dict(pair_count=1, arg=2**64 - 1),
+            dict(pair_count=50, arg=2**32), dict(first_pair=512, pair_count=1), dict(first_pair=top, pair_count=top),
+            dict(first_pair=500, pair_count=13), dict(pair_count=1, lane=2), dict(pair_count=1, lane=65535),
+            dict(pair_count=1, kind=1), dict(pair_count=1, kind=65535), dict(pair_count=top),
+        ]  # fmt: skip
+        runs = np.concatenate([run(0, epoch, **fields) for fields in ranges] + [run(0, epoch, pair_count=100)])
+        assert rig.ask(OP_RANGE, 0, runs).tolist() == [BAD] * len(ranges) + [[OK, 0]]
+        assert rig.ask(OP_RANGE, 2, run(0, epoch, pair_count=1)).tolist() == [BAD]
+        assert rig.ask(OP_RANGE, 65535, run(0, epoch, pair_count=1)).tolist() == [BAD]
+        assert rig.ask(OP_RANGE, 0, run(4, epoch, pair_count=1)).tolist() == [BAD]
+        assert rig.ask(OP_RANGE, 0, run(top, epoch, pair_count=1)).tolist() == [BAD]
+        for op in (0, 6, 255, 65535):
+            assert rig.ask(op, 0, run(0, epoch, pair_count=1)).tolist() == [BAD]
+        for record, place in [(512, 0), (0, 100), (top, 0), (0, top)]:
+            pairs = np.array([[0, 0], [record, place], [1, 1]], np.uint32)
+            runs = np.concatenate([run(0, epoch, pair_count=3), run(0, epoch, pair_count=1), run(0, epoch, pair_count=0)])
+            assert rig.ask(OP_GATHER, 0, runs, pairs).tolist() == [BAD, [OK, 0], [OK, 0]]
+        assert outside_is_untouched(rig)
+        assert rig.plane.stats()["runs_error"] > 0
+
+
+def test_bind_refuses_lanes_outside_the_window(directory, rng):
+    with Rig(directory) as rig:
+        pack = rig.make_pack(rng, layers=1, lanes=1)
+        size = rig.window_bytes
+        for offset, places in [(size, 1), (size - 511, 1), (0, size // 512 + 1), (2**64 - 512, 2), (0, 2**64 - 1), (512, 2**55)]:
+            windows = np.array([[[offset, places]]], np.uint64)
+            with pytest.raises(NativeError) as error:
+                rig.plane.bind(rig.worker, 0, [pack.handle], windows, 512)
+            assert error.value.code == "INVALID_ARGUMENT"
+        for shape in [(2, 1, 2), (1, 2, 2)]:
+            with pytest.raises(NativeError) as error:
+                rig.plane.bind(rig.worker, 0, [pack.handle], np.zeros(shape, np.uint64), 512)
+            assert error.value.code == "FAILED_PRECONDITION"
+        rig.plane.close_pack(pack.handle)  # nothing stayed bound
+
+
+def raw_ring(rig: Rig):
+    requests_fd, completions_fd = rig.ring_memory()
+    g = rig.geometry
+    return mmap.mmap(requests_fd, g.requests_bytes), mmap.mmap(completions_fd, g.completions_bytes, prot=mmap.PROT_READ)
+
+
+def poisoned(completions) -> bool:
+    return struct.unpack_from("<Q", completions, 64)[0] == 2**64 - 1
+
+
+@pytest.mark.parametrize(("run_count", "first_run"), [(65, 0), (65535, 0), (1, 64), (64, 1), (1, 2**32 - 1)])
+def test_impossible_ticket_poisons_the_registration(directory, rng, run_count, first_run):
+    with Rig(directory) as rig:
+        requests, completions = raw_ring(rig)
+        requests[HEADER + TICKET : HEADER + 2 * TICKET] = struct.pack("<QIHHHHI40x", 1, 0, 0, 0, 1, run_count, first_run)
+        deadline = time.monotonic() + 5
+        while not poisoned(completions):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        until = time.monotonic() + 5
+        while not rig.ring.poisoned and time.monotonic() < until:
+            time.sleep(0.001)
+        with pytest.raises(RingPoisoned):  # its other ring too
+            rig.ring.post(OP_RANGE, 0, 0, run(0, 1), np.zeros((0, 2), np.uint32))
+        with pytest.raises(NativeError) as error:
+            rig.ring_memory()
+        assert error.value.code == "FAILED_PRECONDITION"
+
+
+def test_garbage_in_runs_and_pairs(directory, rng):
+    with Rig(directory, dram_bytes=1 << 20, geometry=RingGeometry(tickets=4, runs_max=16, pairs_max=512)) as rig:
+        pack = rig.make_pack(rng)
+        epoch = rig.bind(0, [pack], 200, gap=512)
+        requests, completions = raw_ring(rig)
+        runs_at, pairs_at = HEADER + 4 * TICKET, HEADER + 4 * TICKET + 4 * 16 * RUN
+        for seq in range(1, 1500):
+            slot = seq % 4
+            garbage = np.frombuffer(rng.bytes(16 * RUN), RUN_DTYPE).copy()
+            tame = rng.random(16) < 0.7  # far enough to reach the checks behind the first one
+            garbage["slot"][tame] = 0
+            garbage["slot_epoch"][tame] = epoch
+            garbage["lane"][tame] &= 1
+            garbage["kind"][tame] = 0
+            garbage["pair_count"][tame] &= 511
+            garbage["first_pair"][tame & (rng.random(16) < 0.8)] &= 255
+            garbage["arg"][tame & (rng.random(16) < 0.8)] &= 255
+            pairs = np.frombuffer(rng.bytes(512 * PAIR), np.uint32).reshape(-1, 2).copy()
+            if rng.random() < 0.7:
+                pairs[:, 0] %= np.where(rng.random(512) < 0.002, 513, 512).astype(np.uint32)
+                pairs[:, 1] %= np.where(rng.random(512) < 0.002, 201, 200).astype(np.uint32)
+            requests[runs_at + slot * 16 * RUN : runs_at + (slot + 1) * 16 * RUN] = garbage.tobytes()
+            requests[pairs_at + slot * 512 * PAIR : pairs_at + (slot + 1) * 512 * PAIR] = pairs.tobytes()
+            op, count = int(rng.integers(0, 8)), int(rng.integers(0, 17))
+            ticket = struct.pack("<IHHHHI40x", seq, int(rng.integers(0, 3)), 0, op, count, 0)
+            at = HEADER + slot * TICKET
+            requests[at + 8 : at + TICKET] = ticket
+            requests[at : at + 8] = struct.pack("<Q", seq)
+            deadline = time.monotonic() + 10
+            while struct.unpack_from("<Q", completions, 256)[0] < seq:  # consumed
+                assert time.monotonic() < deadline, "a run did not end"
+                if seq % 64 == 0:
+                    requests[pairs_at : pairs_at + 64] = rng.bytes(64)  # while it is being served
+        assert not poisoned(completions)
+        assert outside_is_untouched(rig)
+        assert rig.plane.stats()["runs_ok"] > 100
+        assert rig.ask(OP_RANGE, 0, run(0, epoch, pair_count=200)).tolist() == [[OK, 0]]
+        assert (rig.lane(0, 0, 512) == pack.records[0, 0, :200]).all()
+
+
+def test_wild_sequences_and_headers_are_ignored(directory, rng):
+    with Rig(directory) as rig:
+        pack = rig.make_pack(rng)
+        epoch = rig.bind(0, [pack], 512)
+        requests, completions = raw_ring(rig)
+        for wild in (0, 2, 3, 9, 2**63, 2**64 - 1):
+            requests[HEADER + TICKET : HEADER + TICKET + 8] = struct.pack("<Q", wild)
+            time.sleep(0.005)
+        requests[0:64] = rng.bytes(64)  # magic and geometry are read once, when the ring is made
+        assert not poisoned(completions)
+        assert rig.ask(OP_RANGE, 0, run(0, epoch, pair_count=512)).tolist() == [[OK, 0]]
+
+
+def test_declared_sizes_are_checked(directory, rng):
+    with Rig(directory) as rig:
+        small = memfd("small", 4096)
+        for window, staging in [((small, 8192), (small, 4096)), ((small, 4096), (small, 2**40)), ((small, 0), (small, 4096))]:
+            with pytest.raises(NativeError) as error:
+                rig.plane.add_worker(*window, *staging, 1)
+            assert error.value.code == "INVALID_ARGUMENT"
+        with pytest.raises(NativeError):
+            rig.plane.add_ring(rig.worker, small, small, rig.geometry)
+        for geometry in [(3, 1, 1), (0, 1, 1), (8192, 1, 1), (8, 0, 1), (8, 65536, 1), (8, 1, 0), (8, 1, 2**24 + 1)]:
+            with pytest.raises(NativeError):
+                RingGeometry(*geometry)

@@ -1,0 +1,122 @@
+"""`attend` and `store_token` against float64 NumPy, for every storage, head size and instruction set."""
+
+import numpy as np
+import pytest
+import torch
+
+from decode_worker import _native
+
+FLOAT32, BFLOAT16 = 1, 2
+PLACES = 400
+
+
+class Lanes:
+    """Random records of [B, H] lanes and a window that holds them."""
+
+    def __init__(self, rng, batch, heads, group, d, dtype):
+        self.batch, self.heads, self.d, self.dtype = batch, heads, d, dtype
+        element = 4 if dtype == FLOAT32 else 2
+        self.record_bytes = -(-2 * d * element // 64) * 64
+        rows = rng.standard_normal((batch * heads * PLACES, self.record_bytes // element), dtype=np.float32)
+        stored = torch.from_numpy(rows)
+        if dtype == BFLOAT16:
+            stored = stored.bfloat16()
+        self.window = stored.view(torch.uint8).numpy().reshape(-1).copy()
+        self.records = stored.double().numpy().reshape(batch, heads, PLACES, -1)
+        self.base = (np.arange(batch * heads) * PLACES * self.record_bytes).astype(np.uint64).reshape(batch, heads)
+        self.query = rng.standard_normal((batch, heads * group, d), dtype=np.float32)
+        self.scale = d**-0.5
+
+    def attend(self, ranges, places, counts, threads=1):
+        return _native.attend(
+            self.query, self.window, self.base, ranges, places, counts,
+            self.dtype, self.record_bytes, self.scale, threads,
+        )  # fmt: skip
+
+    def reference(self, ranges, places, counts):
+        out = np.zeros_like(self.query)
+        group = self.query.shape[1] // self.heads
+        for b, h in np.ndindex(self.batch, self.heads):
+            held = [np.arange(first, first + count) for first, count in ranges[b, h]]
+            rows = self.records[b, h, np.concatenate([*held, places[b, h, : counts[b, h]]])]
+            if not len(rows):
+                continue
+            for i in range(h * group, (h + 1) * group):
+                score = rows[:, : self.d] @ self.query[b, i].astype(np.float64) * self.scale
+                weight = np.exp(score - score.max())
+                out[b, i] = weight @ rows[:, self.d : 2 * self.d] / weight.sum()
+        return out
+
+
+def random_segments(rng, batch, heads, places_max=150):
+    ranges = np.zeros((batch, heads, 3, 2), np.int32)
+    ranges[..., 0] = rng.integers(0, 100, (batch, heads, 3))
+    ranges[..., 1] = rng.integers(0, 100, (batch, heads, 3)) * rng.integers(0, 2, (batch, heads, 3))
+    places = np.stack([rng.permutation(PLACES)[:places_max] for _ in range(batch * heads)])
+    places = places.reshape(batch, heads, places_max).astype(np.int32)
+    return ranges, places, rng.integers(0, places_max + 1, (batch, heads)).astype(np.int32)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("d", [16, 64, 80, 96, 128])
+def test_equals_numpy_on_ranges_and_places(level, rng, d, dtype):
+    for group in (1, 2, 3, 4, 7, 8):
+        lanes = Lanes(rng, 2, 2, group, d, dtype)
+        segments = random_segments(rng, 2, 2)
+        for threads in (1, 3):
+            np.testing.assert_allclose(lanes.attend(*segments, threads), lanes.reference(*segments), atol=2e-5)
+
+
+def test_a_lane_without_records_gives_zeros(level, rng):
+    lanes = Lanes(rng, 1, 2, 4, 64, BFLOAT16)
+    ranges = np.zeros((1, 2, 1, 2), np.int32)
+    ranges[0, 1, 0] = (0, 1)
+    out = lanes.attend(ranges, np.zeros((1, 2, 1), np.int32), np.zeros((1, 2), np.int32))
+    assert (out[0, :4] == 0).all()
+    np.testing.assert_allclose(out[0, 4:], np.tile(lanes.records[0, 1, 0, 64:128], (4, 1)), rtol=1e-6)
+
+
+def test_large_scores_neither_overflow_nor_vanish(level, rng):
+    lanes = Lanes(rng, 1, 1, 4, 64, FLOAT32)
+    lanes.query *= 1000
+    segments = random_segments(rng, 1, 1)
+    segments[2][:] = 150
+    np.testing.assert_allclose(lanes.attend(*segments), lanes.reference(*segments), atol=1e-3)
+
+
+def test_the_order_of_places_does_not_matter(level, rng):
+    lanes = Lanes(rng, 1, 1, 4, 128, BFLOAT16)
+    none = np.zeros((1, 1, 1, 2), np.int32)
+    places = rng.permutation(PLACES).astype(np.int32)[None, None]
+    count = np.array([[PLACES]], np.int32)
+    whole = np.array([[[[0, PLACES]]]], np.int32)
+    np.testing.assert_allclose(
+        lanes.attend(none, places, count), lanes.attend(whole, places, np.zeros((1, 1), np.int32)), atol=1e-5
+    )
+
+
+def test_places_outside_the_window_are_refused(rng):
+    lanes = Lanes(rng, 1, 1, 1, 64, FLOAT32)
+    none, one = np.zeros((1, 1, 1, 2), np.int32), np.ones((1, 1), np.int32)
+    for place in (PLACES, -1):
+        with pytest.raises(ValueError, match="place"):
+            lanes.attend(none, np.full((1, 1, 1), place, np.int32), one)
+    with pytest.raises(ValueError, match="outside"):
+        lanes.attend(np.array([[[[PLACES - 1, 2]]]], np.int32), np.zeros((1, 1, 1), np.int32), 0 * one)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_store_token_rounds_like_torch(rng, dtype):
+    d, heads = 80, 2
+    record_bytes = 640 if dtype == FLOAT32 else 320
+    key, value = rng.standard_normal((2, 1, heads, d), dtype=np.float32)
+    key[0, 0, :4] = (np.nan, np.inf, -0.0, 3.3895314e38)
+    window = np.zeros(2 * heads * record_bytes, np.uint8)
+    base = np.array([[0, 2 * record_bytes]], np.uint64)
+    _native.store_token(window, base, np.array([[1, -1]], np.int32), key, value, dtype, record_bytes)
+    rows = window.reshape(4, record_bytes)
+    assert not rows[[0, 2, 3]].any()
+    torch_dtype = torch.float32 if dtype == FLOAT32 else torch.bfloat16
+    stored = torch.from_numpy(rows[1].copy()).view(torch_dtype).float()[: 2 * d]
+    expected = torch.from_numpy(np.concatenate([key[0, 0], value[0, 0]])).to(torch_dtype).float()
+    torch.testing.assert_close(stored, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,21 @@
+"""A real daemon per test, and the small world that the tests store in it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore_service.client import StoreClient
+from tests.daemon_process import Daemon
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as running:
+        yield running  # type: ignore[misc]
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[StoreClient]:
+    with StoreClient.connect(daemon.socket, daemon.broker, "test", timeout_s=10.0) as connected:
+        yield connected

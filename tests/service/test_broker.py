@@ -1,0 +1,197 @@
+"""The fd broker: who gets in, what descriptors can do, and that a connection's end is its worker's end."""
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore_service import memory
+from kvstore_service.broker import HELLO_S, TRANSFERS_MAX, Broker, claim_path, socket_mode
+from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
+from kvstore_service.connection import BrokerConnection
+from kvstore_service.sessions import Sessions, Worker
+from tests.daemon_process import Daemon
+
+
+class Desk:
+    """A broker without the rest of the daemon."""
+
+    def __init__(self, path: Path, allow_uids: frozenset[int]) -> None:
+        self.path = str(path)
+        self.released: list[Worker] = []
+        self.left = threading.Event()
+        self.broker = Broker(path, allow_uids, Sessions(8, 8, 8).add_worker, self._release)
+        self.broker.start()
+
+    def _release(self, worker: Worker) -> None:
+        self.released.append(worker)
+        self.left.set()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path / "broker.sock", frozenset({os.getuid()}))
+    yield desk
+    desk.broker.close()
+
+
+def knock(path: str) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(10.0)
+    peer.connect(path)
+    return peer
+
+
+def say(peer: socket.socket, message: object, fds: list[int] | None = None) -> dict[str, object]:
+    socket.send_fds(peer, [json.dumps(message).encode()], fds or [])
+    return json.loads(peer.recv(4096))  # type: ignore[no-any-return]
+
+
+def test_hello_hands_out_a_token_of_256_bits(desk: Desk) -> None:
+    tokens = {BrokerConnection(desk.path, "a", 10.0).token for _ in range(3)}
+    assert len(tokens) == 3
+    assert all(len(bytes.fromhex(token)) == 32 for token in tokens)
+
+
+def test_another_user_is_refused_before_a_byte_is_read(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "broker.sock", frozenset({os.getuid() + 12345}))
+    assert os.stat(desk.path).st_mode & 0o777 == 0o666
+    with contextlib.closing(knock(desk.path)) as peer:
+        assert "allow_uids" in json.loads(peer.recv(4096))["error"]
+        assert peer.recv(4096) == b""
+    with pytest.raises(StoreError, match=r"PERMISSION_DENIED.*allow_uids"):
+        BrokerConnection(desk.path, "a", 10.0)
+    desk.broker.close()
+
+
+def test_the_socket_is_open_to_others_only_if_they_are_allowed(desk: Desk) -> None:
+    assert os.stat(desk.path).st_mode & 0o777 == 0o600
+    assert socket_mode(frozenset({os.getuid(), 4242})) == 0o666
+
+
+def test_a_silent_peer_is_dropped(desk: Desk) -> None:
+    with contextlib.closing(knock(desk.path)) as peer:
+        started_s = time.monotonic()
+        assert peer.recv(4096) == b""
+        assert time.monotonic() - started_s < HELLO_S + 2.0
+
+
+@pytest.mark.parametrize("message", [{"verb": "take", "transfer": "x"}, [1], "hello", {}])
+def test_nothing_comes_before_hello(desk: Desk, message: object) -> None:
+    with contextlib.closing(knock(desk.path)) as peer:
+        assert "error" in say(peer, message)
+        assert peer.recv(4096) == b""
+
+
+def test_the_end_of_a_connection_releases_its_worker_once(desk: Desk) -> None:
+    BrokerConnection(desk.path, "short", 10.0).close()
+    assert desk.left.wait(5.0)
+    assert [worker.name for worker in desk.released] == ["short"]
+
+
+def test_a_transfer_is_taken_once_and_only_by_its_worker(desk: Desk) -> None:
+    owner, thief = BrokerConnection(desk.path, "owner", 10.0), BrokerConnection(desk.path, "thief", 10.0)
+    transfer = desk.broker.give(owner.token, [memory.of_bytes("test", b"secret")])
+    with pytest.raises(StoreError, match="NOT_FOUND"):
+        thief.take(transfer)
+    (fd,) = owner.take(transfer)
+    with memory.Owned(fd):
+        assert memory.read(fd) == b"secret"
+    with pytest.raises(StoreError, match="NOT_FOUND"):
+        owner.take(transfer)
+
+
+def test_only_constant_memory_can_be_offered(desk: Desk) -> None:
+    with contextlib.closing(knock(desk.path)) as peer:
+        token = str(say(peer, {"verb": "hello"})["token"])
+        with memory.Owned(memory.create("changeable", 4096)) as changeable, open("/dev/null") as other:
+            assert "sealed" in str(say(peer, {"verb": "offer"}, [changeable.fd])["error"])
+            assert "sealed" in str(say(peer, {"verb": "offer"}, [other.fileno()])["error"])
+            assert "sealed" in str(say(peer, {"verb": "offer"})["error"])
+        with memory.Owned(memory.of_bytes("constant", b"index")) as constant:
+            transfer = str(say(peer, {"verb": "offer"}, [constant.fd])["transfer"])
+        with memory.Owned(desk.broker.receive(token, transfer)) as received:
+            assert memory.read(received.fd) == b"index"
+
+
+def test_transfers_are_bounded_and_closed_with_the_connection(desk: Desk) -> None:
+    connection = BrokerConnection(desk.path, "hoarder", 10.0)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(TRANSFERS_MAX):
+        desk.broker.give(connection.token, [memory.of_bytes("test", b"x")])
+    with pytest.raises(StoreError, match="RESOURCE_EXHAUSTED"):
+        desk.broker.give(connection.token, [memory.of_bytes("test", b"x")])
+    with pytest.raises(StoreError, match="RESOURCE_EXHAUSTED"):
+        connection.offer("test", b"x")
+    connection.close()
+    assert desk.left.wait(5.0)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_dead_daemons_socket_is_removed_and_other_files_are_not(tmp_path: Path) -> None:
+    stale = tmp_path / "stale.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(stale))
+        dead.listen()
+        with pytest.raises(StoreError, match="another daemon"):
+            claim_path(stale)
+    claim_path(stale)
+    assert not stale.exists()
+    plain = tmp_path / "notes.txt"
+    plain.write_text("mine")
+    with pytest.raises(StoreError, match="no socket"):
+        claim_path(plain)
+    assert plain.read_text() == "mine"
+
+
+@pytest.fixture
+def shared(client: StoreClient) -> Iterator[WorkerMemory]:
+    shared = client.register_worker(1, 1 << 16, 1 << 16, [RingGeometry(8, 8, 64)])
+    yield shared
+    shared.close()
+
+
+def test_shared_memory_can_neither_shrink_nor_grow_nor_be_sealed_further(shared: WorkerMemory) -> None:
+    for fd in (shared.window_fd, shared.staging_fd, *shared.rings[0]):
+        assert memory.seals_of(fd) & memory.FIXED_SIZE == memory.FIXED_SIZE
+        for size_bytes in (0, 1 << 30):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size_bytes)
+        with pytest.raises(PermissionError):
+            memory.add_seals(fd, memory.F_SEAL_FUTURE_WRITE)
+
+
+def test_completions_cannot_be_written_by_a_worker(shared: WorkerMemory) -> None:
+    _, completions = shared.rings[0]
+    size_bytes = os.fstat(completions).st_size
+    reopened = os.open(f"/proc/self/fd/{completions}", os.O_RDWR)
+    for fd in (completions, reopened):
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(PermissionError):
+            os.pwrite(fd, b"x", 0)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(fd, memory.F_ADD_SEALS, memory.F_SEAL_WRITE)
+        mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ).close()
+    os.close(reopened)
+
+
+def test_a_connection_that_ends_frees_its_descriptors(daemon: Daemon) -> None:
+    with StoreClient.connect(daemon.socket, daemon.broker, "first") as first:
+        first.lookup_prefix(b"f" * 32, [])
+        before = daemon.open_descriptors()
+        with StoreClient.connect(daemon.socket, daemon.broker, "second") as second:
+            second.register_worker(1, 1 << 16, 1 << 16, [RingGeometry(8, 8, 64)] * 4).close()
+            assert daemon.open_descriptors() > before
+        deadline = time.monotonic() + 2.0
+        while daemon.open_descriptors() > before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert daemon.open_descriptors() <= before

@@ -1,0 +1,206 @@
+"""What holds for every call: token, deadline, idempotency, rich errors, limits; health and reflection."""
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore_service import wire
+from kvstore_service._proto import admin_service_pb2 as admin_pb
+from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
+from kvstore_service._proto import store_service_pb2 as pb
+from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
+from kvstore_service.client import AdminClient, KindSpec, Layout, RingGeometry, StoreClient, StoreError
+from kvstore_service.connection import BrokerConnection
+from tests.daemon_process import Daemon
+
+LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
+
+
+@pytest.fixture
+def channel(daemon: Daemon) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        yield channel
+
+
+def code_of(call) -> str:  # type: ignore[no-untyped-def]
+    with pytest.raises(grpc.RpcError) as raised:
+        call()
+    return str(raised.value.code().name)
+
+
+def open_request(key: str = "") -> pb.OpenSessionRequest:
+    return pb.OpenSessionRequest(idempotency_key=key, layout=wire.layout_to(LAYOUT), declared_max_tokens=1024)
+
+
+def test_a_call_needs_a_token(channel: grpc.Channel) -> None:
+    store, admin = pb_grpc.StoreServiceStub(channel), admin_grpc.AdminServiceStub(channel)
+    assert code_of(lambda: store.OpenSession(open_request(), timeout=5)) == "UNAUTHENTICATED"
+    assert code_of(lambda: admin.GetStatus(admin_pb.GetStatusRequest(), timeout=5)) == "UNAUTHENTICATED"
+    assert code_of(lambda: list(admin.Verify(admin_pb.VerifyRequest(), timeout=5))) == "UNAUTHENTICATED"
+    forged = (("kvstore-token", "0" * 64),)
+    assert code_of(lambda: store.OpenSession(open_request(), timeout=5, metadata=forged)) == "UNAUTHENTICATED"
+
+
+def test_a_token_ends_with_its_connection(daemon: Daemon, channel: grpc.Channel) -> None:
+    connection = BrokerConnection(daemon.broker, "short", 5.0)
+    metadata = (("kvstore-token", connection.token),)
+    store = pb_grpc.StoreServiceStub(channel)
+    assert store.OpenSession(open_request(), timeout=5, metadata=metadata).session_id
+    connection.close()
+    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+        for _ in range(200):
+            if admin.get_status().sessions == 0:
+                break
+    assert code_of(lambda: store.OpenSession(open_request(), timeout=5, metadata=metadata)) == "UNAUTHENTICATED"
+
+
+def test_a_call_needs_a_deadline(daemon: Daemon, channel: grpc.Channel) -> None:
+    connection = BrokerConnection(daemon.broker, "endless", 5.0)
+    store = pb_grpc.StoreServiceStub(channel)
+    metadata = (("kvstore-token", connection.token),)
+    assert code_of(lambda: store.OpenSession(open_request(), metadata=metadata)) == "INVALID_ARGUMENT"
+    beats = iter([pb.HeartbeatRequest()])
+    assert code_of(lambda: list(store.Heartbeat(beats, metadata=metadata))) == "INVALID_ARGUMENT"
+    connection.close()
+
+
+def test_a_repeated_mutation_gets_the_first_answer(daemon: Daemon, channel: grpc.Channel) -> None:
+    connection = BrokerConnection(daemon.broker, "retry", 5.0)
+    store = pb_grpc.StoreServiceStub(channel)
+    metadata = (("kvstore-token", connection.token),)
+
+    def open_session(key: str) -> str:
+        return str(store.OpenSession(open_request(key), timeout=5, metadata=metadata).session_id)
+
+    assert open_session("a") == open_session("a")
+    assert open_session("a") != open_session("b")
+    opened: list[str] = []
+    threads = [threading.Thread(target=lambda: opened.append(open_session("c"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(opened) == 8
+    assert len(set(opened)) == 1
+    other = open_request("a")
+    other.declared_max_tokens = 2
+    assert code_of(lambda: store.OpenSession(other, timeout=5, metadata=metadata)) == "INVALID_ARGUMENT"
+    connection.close()
+
+
+def test_limits_name_themselves(tmp_path: Path) -> None:
+    options = ("--sessions-max=2", "--slots-max=4", "--copy-threads=1")
+    with Daemon(tmp_path, options=options) as daemon, StoreClient.connect(daemon.socket, daemon.broker) as client:
+        for _ in range(2):
+            client.open_session(LAYOUT, 1024)
+        with pytest.raises(StoreError) as raised:
+            client.open_session(LAYOUT, 1024)
+        assert raised.value.code == "RESOURCE_EXHAUSTED"
+        assert raised.value.violations[0].subject == "sessions_max"
+        assert raised.value.retry_after_s == 1.0
+        with pytest.raises(StoreError) as raised:
+            client.register_worker(5, 1 << 16, 1 << 16, [RingGeometry(8, 8, 64)])
+        assert raised.value.violations[0].subject == "slots_max"
+        client.register_worker(4, 1 << 16, 1 << 16, [RingGeometry(8, 8, 64)]).close()
+
+
+def test_a_session_of_another_worker_is_not_found(daemon: Daemon, client: StoreClient) -> None:
+    session = client.open_session(LAYOUT, 1024)
+    with (
+        StoreClient.connect(daemon.socket, daemon.broker, "other") as other,
+        pytest.raises(StoreError, match="NOT_FOUND"),
+    ):
+        other.close_session(session)
+    client.close_session(session)
+
+
+@pytest.mark.parametrize(
+    "rings",
+    [
+        [],
+        [RingGeometry(3, 8, 64)],
+        [RingGeometry(8, 0, 64)],
+        [RingGeometry(1 << 30, 1, 1)],
+        [RingGeometry(8, 8, 8)] * 65,
+    ],
+)
+def test_impossible_memory_is_refused_and_can_be_asked_for_again(
+    client: StoreClient, rings: list[RingGeometry]
+) -> None:
+    with pytest.raises(StoreError, match="INVALID_ARGUMENT"):
+        client.register_worker(1, 1 << 16, 1 << 16, rings)
+    client.register_worker(1, 1 << 16, 1 << 16, [RingGeometry(8, 8, 64)]).close()
+    with pytest.raises(StoreError, match="FAILED_PRECONDITION"):
+        client.register_worker(1, 1 << 16, 1 << 16, [RingGeometry(8, 8, 64)])
+
+
+def test_health_speaks_for_each_service(channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for service in ("", "kvstore.v1.StoreService", "kvstore.v1.AdminService"):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_shows_the_admin_service(channel: grpc.Channel) -> None:
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+    services = ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert "kvstore.v1.AdminService" in services
+
+
+def test_an_errors_request_id_is_in_the_log(daemon: Daemon, client: StoreClient) -> None:
+    with pytest.raises(StoreError) as raised:
+        client.close_session("nonsense")
+    assert raised.value.request_id
+    assert f"request={raised.value.request_id}" in daemon.log_tail(50)
+
+
+def test_metrics_are_the_stores_own_counters(daemon: Daemon, client: StoreClient) -> None:
+    from urllib.request import urlopen
+
+    client.open_session(LAYOUT, 1024)
+    with urlopen(f"http://{daemon.ready['metrics']}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert "kvstore_sessions 1.0" in text
+    assert "kvstore_nvme_read_bytes_total 0.0" in text
+
+
+def openssl(directory: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=60)
+
+
+def make_certificates(directory: Path) -> None:
+    """A CA, and a certificate for the server and for a client, both of it."""
+    openssl(directory, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.crt",
+            "-days", "2", "-subj", "/CN=test-ca")  # fmt: skip
+    for name in ("server", "client"):
+        openssl(directory, "req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr",
+                "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")  # fmt: skip
+        openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key",
+                "-CAcreateserial", "-out", f"{name}.crt", "-days", "2", "-copy_extensions", "copy")  # fmt: skip
+
+
+def test_tcp_serves_operators_with_a_certificate_only(tmp_path: Path) -> None:
+    import socket
+
+    make_certificates(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ca = (tmp_path / "ca.crt").read_bytes()
+    options = ("--copy-threads=1", f"--tcp=127.0.0.1:{port}", f"--tls={tmp_path}")
+    with Daemon(tmp_path, options=options):
+        anonymous = grpc.ssl_channel_credentials(ca)
+        with grpc.secure_channel(f"localhost:{port}", anonymous) as channel:
+            admin = admin_grpc.AdminServiceStub(channel)
+            assert code_of(lambda: admin.GetStatus(admin_pb.GetStatusRequest(), timeout=5)) == "UNAVAILABLE"
+        key, certificate = (tmp_path / "client.key").read_bytes(), (tmp_path / "client.crt").read_bytes()
+        with grpc.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(ca, key, certificate)) as channel:
+            admin, store = admin_grpc.AdminServiceStub(channel), pb_grpc.StoreServiceStub(channel)
+            assert admin.GetStatus(admin_pb.GetStatusRequest(), timeout=5).state == "serving"
+            assert code_of(lambda: store.OpenSession(open_request(), timeout=5)) == "PERMISSION_DENIED"

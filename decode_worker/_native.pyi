@@ -41,6 +41,11 @@ class RingProducer:
     def heartbeat_ns(self) -> int: ...
     def close(self) -> None: ...
 
+def _levels() -> list[int]:
+    """The dispatch levels that this machine has: 0 scalar, 1 AVX2, 2 AVX-512. For tests."""
+
+def _set_level(level: int) -> None: ...
+
 # --- CPU kernels. Window memory is a writable uint8 array; lanes are addressed by byte offset. dtype: 1 float32, 2 bfloat16. ---
 
 def attend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ DEMO_ROOM = 512
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    # SIGTERM ends like Ctrl-C: daemons, Ray and temporary directories are cleaned up on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_fail("terminated", 143)))
     try:
         arguments.run(arguments)
     except (ConfigError, argparse.ArgumentTypeError) as error:

@@ -53,6 +53,7 @@ class _Connection:
     uid: int
     pid: int
     opened_s: float
+    process: int | None = None
     worker: Worker | None = None
     transfers: dict[str, _Transfer] = field(default_factory=dict)
 
@@ -135,12 +136,16 @@ class Broker:
     def _serve(self) -> None:
         strangers: dict[socket.socket, _Connection] = {}
         while not self._closing:
+            ended: set[_Connection] = set()
             for key, _ in self._selector.select(_TICK_S):
                 if key.fileobj is self._listener:
                     self._accept(strangers)
-                elif isinstance(key.data, _Connection) and not self._answer(key.data):
-                    strangers.pop(key.data.socket, None)
-                    self._end(key.data)
+                elif isinstance(key.data, _Connection) and key.data not in ended:
+                    died = key.fileobj is not key.data.socket
+                    if died or not self._answer(key.data):
+                        ended.add(key.data)
+                        strangers.pop(key.data.socket, None)
+                        self._end(key.data)
             now_s = time.monotonic()
             for connection in list(strangers.values()):
                 if connection.worker is not None:
@@ -149,9 +154,8 @@ class Broker:
                     del strangers[connection.socket]
                     self._end(connection)
             self._expire(now_s)
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Connection):
-                self._end(key.data)
+        for connection in {key.data for key in self._selector.get_map().values() if key.data is not None}:
+            self._end(connection)
 
     def _accept(self, strangers: dict[socket.socket, _Connection]) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionError):
@@ -167,11 +171,18 @@ class Broker:
                 return
             connection = strangers[peer] = _Connection(peer, uid, pid, time.monotonic())
             self._selector.register(peer, selectors.EVENT_READ, connection)
+            # A forked child can hold the socket open beyond its parent's death.
+            with contextlib.suppress(OSError):
+                connection.process = os.pidfd_open(pid)
+                self._selector.register(connection.process, selectors.EVENT_READ, connection)
 
     def _refusal(self, uid: int) -> str:
         if uid not in self._allow_uids:
             return f"user id {uid} is not in allow_uids"
-        if len(self._selector.get_map()) - 2 >= CONNECTIONS_MAX:
+        if (
+            sum(isinstance(key.fileobj, socket.socket) for key in self._selector.get_map().values()) - 2
+            >= CONNECTIONS_MAX
+        ):
             return f"{CONNECTIONS_MAX} connections are open"
         return ""
 
@@ -251,6 +262,9 @@ class Broker:
     def _end(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)
         connection.socket.close()
+        if connection.process is not None:
+            self._selector.unregister(connection.process)
+            os.close(connection.process)
         worker = connection.worker
         if worker is None:
             return

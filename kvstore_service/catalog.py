@@ -185,6 +185,12 @@ class Catalog:
             )
         return self.sidecar(key) or row
 
+    def drop_sidecar(self, key: SidecarKey) -> None:
+        """Forgets a damaged sidecar; its file goes with the next start."""
+        where = "pack_id = ? AND build = ? AND kind = ? AND parameters = ?"
+        with self._transaction() as db:
+            db.execute(f"DELETE FROM sidecars WHERE {where}", (key.pack_id, key.build, key.kind, key.parameters))
+
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:

@@ -7,6 +7,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvstore_service.types import StoreError
+
 GAUGES = frozenset({
     "frames", "frames_used", "frame_bytes", "packs_open", "uploads_open", "workers", "rings", "bound_slots",
     "packs", "pack_bytes", "stored_bytes", "packs_damaged", "uploads_reserved", "sessions", "draining",
@@ -36,7 +38,10 @@ class MetricsServer:
         host, _, port = address.rpartition(":")
         registry = CollectorRegistry()
         registry.register(StoreCollector(counters))
-        self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+        try:
+            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+        except OSError as error:
+            raise StoreError("FAILED_PRECONDITION", f"metrics_addr {address}: {error.strerror}") from error
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:

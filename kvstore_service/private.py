@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from kvstore_service.types import StoreError
 
@@ -79,7 +80,7 @@ class PrivateDaemon:
         reader = threading.Thread(target=_read_lines, args=(self.process, self._lines), daemon=True)
         reader.start()
 
-    def start(self) -> "PrivateDaemon":
+    def start(self) -> Self:
         self.spawn()
         self.wait_ready(self._start_s)
         return self
@@ -148,7 +149,7 @@ class PrivateDaemon:
         self.stop()
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
-    def __enter__(self) -> "PrivateDaemon":
+    def __enter__(self) -> Self:
         try:
             return self.start()
         except BaseException:

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,6 @@ STORE_SERVICE = "kvstore.v1.StoreService"
 ADMIN_SERVICE = "kvstore.v1.AdminService"
 # Every worker's heartbeat stream holds a thread.
 RPC_THREADS_MAX = WORKERS_MAX + 32
-ENDING = {signal.SIGTERM, signal.SIGINT}
 DRAIN_S = 3.0
 GRACE_S = 1.0
 
@@ -61,12 +61,13 @@ class Daemon:
         self._replies = Replies()
         self._broker = Broker(config.broker, config.allow_uids, self.store.admit, self._release)
         self._health = health.HealthServicer(experimental_non_blocking=True)
+        self._threads = ThreadPoolExecutor(RPC_THREADS_MAX, thread_name_prefix="rpc")
         self._grpc = self._grpc_server()
         self._metrics: MetricsServer | None = None
 
     def _grpc_server(self) -> grpc.Server:
         server = grpc.server(
-            ThreadPoolExecutor(RPC_THREADS_MAX, thread_name_prefix="rpc"),
+            self._threads,
             interceptors=[Gate(self.store.sessions, self._replies)],
             maximum_concurrent_rpcs=RPC_THREADS_MAX,
             options=[("grpc.so_reuseport", 0)],
@@ -109,6 +110,7 @@ class Daemon:
     def close(self) -> None:
         """Ends connections, poisons what workers still hold, removes the sockets."""
         self._grpc.stop(GRACE_S).wait(GRACE_S + 2.0)
+        self._threads.shutdown()
         self._broker.close()
         if self._metrics is not None:
             self._metrics.close()
@@ -125,11 +127,12 @@ class Daemon:
 
 
 def serve(daemon: Daemon) -> int:
-    """Runs a daemon until SIGTERM or SIGINT, which are blocked in every thread. Returns the exit status."""
+    """Runs a daemon in the main thread until SIGTERM or SIGINT. Returns the exit status."""
+    ending = _ending()
     try:
         daemon.start()
         print(daemon.ready_line(), flush=True)
-        signal.sigwait(ENDING)
+        ending.recv(1)
         log.info("draining pid=%d", os.getpid())
         daemon.drain(DRAIN_S)
     finally:
@@ -150,8 +153,6 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
         config = load(arguments)
         _log_to_stderr()
         _raise_descriptor_limit()
-        # Threads inherit the mask: a signal that another thread took would not wake this one.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         return serve(make(config))
     except ConfigError as error:
         print(f"kvstored: {error}", file=sys.stderr)
@@ -159,6 +160,17 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
     except (StoreError, OSError) as error:
         print(f"kvstored: {error.message if isinstance(error, StoreError) else error}", file=sys.stderr)
         return 1
+
+
+def _ending() -> socket.socket:
+    """Readable after SIGTERM or SIGINT. A lock or an event would not do: if another thread takes the signal, nothing
+    wakes the main thread, where Python's handlers run."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return reader
 
 
 def _credentials(directory: Path) -> grpc.ServerCredentials:

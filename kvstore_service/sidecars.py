@@ -23,9 +23,14 @@ def file_bytes(content_bytes: int) -> int:
 
 
 def write(catalog: Catalog, key: SidecarKey, content: bytes) -> None:
-    """Durable on return. The first content of a key stays."""
+    """Durable on return. The first content of a key stays, unless it was damaged since."""
     if catalog.sidecar(key) is not None:
-        return
+        try:
+            read(catalog, key)
+        except StoreError:
+            catalog.drop_sidecar(key)
+        else:
+            return
     head = _HEAD.pack(_MAGIC, _digest(key), len(content))
     tail = _TAIL.pack(zlib.crc32(content, zlib.crc32(head)))
     name = f"{_digest(key).hex()}-{secrets.token_hex(8)}.sidecar"

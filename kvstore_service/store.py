@@ -6,6 +6,7 @@ takes the same lock, finds nothing half done.
 
 import logging
 import os
+import resource
 import threading
 import time
 from collections import Counter, defaultdict
@@ -61,7 +62,8 @@ class Store:
         self._config = config
         self._catalog = catalog
         self._plane = plane
-        self._packs = OpenPacks(plane, catalog, IDLE_PACKS_MAX)
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._packs = OpenPacks(plane, catalog, min(IDLE_PACKS_MAX, descriptors // 4))
         self._uploads = Uploads(plane, catalog, config.nvme_bytes, config.pack_tokens, config.extent_blocks)
         self.sessions = Sessions(config.sessions_max, config.slots_max, WORKERS_MAX)
         self.draining = threading.Event()

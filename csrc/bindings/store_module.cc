@@ -81,8 +81,8 @@ void warm(DataPlane& plane, uint32_t pack, HotRecords hot) {
 
 using Windows = nb::ndarray<const uint64_t, nb::shape<-1, -1, 2>, nb::c_contig, nb::device::cpu>;
 
-uint32_t bind_slot(DataPlane& plane, uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs, Windows windows,
-                   uint32_t record_bytes) {
+uint32_t bind_slot(DataPlane& plane, uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs,
+                   Windows windows, uint32_t record_bytes) {
   nb::gil_scoped_release release;
   std::vector<LaneWindow> lanes(windows.shape(0) * windows.shape(1));
   for (size_t i = 0; i < lanes.size(); ++i) lanes[i] = {windows.data()[2 * i], windows.data()[2 * i + 1]};
@@ -109,9 +109,9 @@ nb::object drain_trace(DataPlane& plane) {
 }
 
 void bind_errors(nb::module_& m) {
-  static PyObject* native_error = PyErr_NewExceptionWithDoc("kvstore_service._native.NativeError",
-                                                            "An error of the data plane; `code` names a gRPC status.",
-                                                            PyExc_RuntimeError, nullptr);
+  static PyObject* native_error =
+      PyErr_NewExceptionWithDoc("kvstore_service._native.NativeError",
+                                "An error of the data plane; `code` names a gRPC status.", PyExc_RuntimeError, nullptr);
   m.attr("NativeError") = nb::handle(native_error);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
@@ -126,23 +126,26 @@ void bind_errors(nb::module_& m) {
 
 void bind_shapes(nb::module_& m) {
   nb::class_<KindHeader>(m, "KindSpec")
-      .def("__init__",
-           [](KindHeader* self, uint32_t lanes, uint32_t d, uint32_t dtype, uint32_t record_bytes) {
-             new (self) KindHeader{lanes, d, dtype, record_bytes, 0, 0};
-           },
-           "lanes"_a, "d"_a, "dtype"_a, "record_bytes"_a)
+      .def(
+          "__init__",
+          [](KindHeader* self, uint32_t lanes, uint32_t d, uint32_t dtype, uint32_t record_bytes) {
+            new (self) KindHeader{lanes, d, dtype, record_bytes, 0, 0};
+          },
+          "lanes"_a, "d"_a, "dtype"_a, "record_bytes"_a)
       .def_ro("lanes", &KindHeader::lanes)
       .def_ro("d", &KindHeader::d)
       .def_ro("dtype", &KindHeader::dtype)
       .def_ro("record_bytes", &KindHeader::record_bytes);
 
   nb::class_<PackHeader>(m, "PackSpec")
-      .def("__init__",
-           [](PackHeader* self, nb::bytes pack_id, nb::bytes build, nb::bytes parent, nb::bytes fingerprint,
-              uint32_t layers, const std::vector<KindHeader>& kinds, uint32_t tokens, uint32_t extent_blocks) {
-             new (self) PackHeader(make_header(pack_id, build, parent, fingerprint, layers, kinds, tokens, extent_blocks));
-           },
-           "pack_id"_a, "build"_a, "parent"_a, "fingerprint"_a, "layers"_a, "kinds"_a, "tokens"_a, "extent_blocks"_a)
+      .def(
+          "__init__",
+          [](PackHeader* self, nb::bytes pack_id, nb::bytes build, nb::bytes parent, nb::bytes fingerprint,
+             uint32_t layers, const std::vector<KindHeader>& kinds, uint32_t tokens, uint32_t extent_blocks) {
+            new (self)
+                PackHeader(make_header(pack_id, build, parent, fingerprint, layers, kinds, tokens, extent_blocks));
+          },
+          "pack_id"_a, "build"_a, "parent"_a, "fingerprint"_a, "layers"_a, "kinds"_a, "tokens"_a, "extent_blocks"_a)
       .def_prop_ro("pack_id", [](const PackHeader& h) { return get_bytes(h.pack_id); })
       .def_prop_ro("build", [](const PackHeader& h) { return get_bytes(h.build); })
       .def_prop_ro("parent", [](const PackHeader& h) { return get_bytes(h.parent); })
@@ -151,21 +154,26 @@ void bind_shapes(nb::module_& m) {
       .def_ro("tokens", &PackHeader::tokens)
       .def_ro("extent_blocks", &PackHeader::extent_blocks)
       .def_ro("file_bytes", &PackHeader::file_bytes)
-      .def_prop_ro("kinds", [](const PackHeader& h) { return std::vector<KindHeader>(h.kinds, h.kinds + h.kind_count); })
-      .def("segment_bytes", [](const PackHeader& h, uint32_t kind) {
-        if (kind >= h.kind_count) throw invalid_argument("kind " + std::to_string(kind) + " does not exist");
-        return h.kinds[kind].segment_bytes;
-      }, "kind"_a);
+      .def_prop_ro("kinds",
+                   [](const PackHeader& h) { return std::vector<KindHeader>(h.kinds, h.kinds + h.kind_count); })
+      .def(
+          "segment_bytes",
+          [](const PackHeader& h, uint32_t kind) {
+            if (kind >= h.kind_count) throw invalid_argument("kind " + std::to_string(kind) + " does not exist");
+            return h.kinds[kind].segment_bytes;
+          },
+          "kind"_a);
 
   nb::class_<RingGeometry>(m, "RingGeometry")
-      .def("__init__",
-           [](RingGeometry* self, uint32_t tickets, uint32_t runs_max, uint32_t pairs_max) {
-             RingGeometry g{tickets, runs_max, pairs_max};
-             if (!RingLayout{g}.valid())
-               throw invalid_argument("tickets must be a power of two in 2..4096, runs_max 1..65535, pairs_max 1..2^24");
-             new (self) RingGeometry(g);
-           },
-           "tickets"_a, "runs_max"_a, "pairs_max"_a)
+      .def(
+          "__init__",
+          [](RingGeometry* self, uint32_t tickets, uint32_t runs_max, uint32_t pairs_max) {
+            RingGeometry g{tickets, runs_max, pairs_max};
+            if (!RingLayout{g}.valid())
+              throw invalid_argument("tickets must be a power of two in 2..4096, runs_max 1..65535, pairs_max 1..2^24");
+            new (self) RingGeometry(g);
+          },
+          "tickets"_a, "runs_max"_a, "pairs_max"_a)
       .def_ro("tickets", &RingGeometry::tickets)
       .def_ro("runs_max", &RingGeometry::runs_max)
       .def_ro("pairs_max", &RingGeometry::pairs_max)
@@ -185,12 +193,13 @@ void bind_policy(nb::module_& m) {
 
 void bind_data_plane(nb::module_& m) {
   nb::class_<DataPlane>(m, "DataPlane")
-      .def("__init__",
-           [](DataPlane* self, uint64_t dram_bytes, uint32_t io_depth, uint32_t copy_threads, uint32_t spin_us,
-              uint32_t extent_blocks) {
-             new (self) DataPlane(DataPlaneOptions{dram_bytes, io_depth, copy_threads, spin_us, extent_blocks});
-           },
-           "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, NoGil())
+      .def(
+          "__init__",
+          [](DataPlane* self, uint64_t dram_bytes, uint32_t io_depth, uint32_t copy_threads, uint32_t spin_us,
+             uint32_t extent_blocks) {
+            new (self) DataPlane(DataPlaneOptions{dram_bytes, io_depth, copy_threads, spin_us, extent_blocks});
+          },
+          "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, NoGil())
       .def("close", &DataPlane::close, NoGil())
       .def("create_upload", &DataPlane::create_upload, "path"_a, "spec"_a, NoGil())
       .def("upload_missing", &DataPlane::upload_missing, "upload"_a, NoGil())
@@ -212,13 +221,14 @@ void bind_data_plane(nb::module_& m) {
       .def("unbind", &DataPlane::unbind, "worker"_a, "slot"_a, NoGil())
       .def("stats", &stats)
       .def("drain_trace", &drain_trace)
-      .def("set_faults",
-           [](DataPlane& plane, bool stopped, uint32_t delay_us, bool delay_random, uint32_t fail_every, bool reorder,
-              uint64_t seed) {
-             plane.set_faults(FaultOptions{stopped, delay_random, reorder, delay_us, fail_every, seed});
-           },
-           "stopped"_a = false, "delay_us"_a = 0, "delay_random"_a = false, "fail_every"_a = 0, "reorder"_a = false,
-           "seed"_a = 0, NoGil());
+      .def(
+          "set_faults",
+          [](DataPlane& plane, bool stopped, uint32_t delay_us, bool delay_random, uint32_t fail_every, bool reorder,
+             uint64_t seed) {
+            plane.set_faults(FaultOptions{stopped, delay_random, reorder, delay_us, fail_every, seed});
+          },
+          "stopped"_a = false, "delay_us"_a = 0, "delay_random"_a = false, "fail_every"_a = 0, "reorder"_a = false,
+          "seed"_a = 0, NoGil());
 }
 
 }  // namespace
@@ -232,6 +242,8 @@ NB_MODULE(_native, m) {
   bind_shapes(m);
   bind_policy(m);
   bind_data_plane(m);
-  m.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
-  m.def("crc32c_portable", [](nb::bytes data) { return crc32c_portable(0, data.c_str(), data.size()); }, "data"_a);
+  m.def(
+      "crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
+  m.def(
+      "crc32c_portable", [](nb::bytes data) { return crc32c_portable(0, data.c_str(), data.size()); }, "data"_a);
 }

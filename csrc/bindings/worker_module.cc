@@ -124,7 +124,8 @@ void bind_store_token(Window window, In<uint64_t, 2> base, In<int32_t, 2> place,
 nb::ndarray<nb::numpy, float> bind_similarity(In<float, 4> query, In<float, 4> label, In<float, 2> weights,
                                               float cos_floor) {
   const size_t batch = query.shape(0), heads = query.shape(1), group = query.shape(2), d = query.shape(3);
-  for (int i = 0; i < 4; ++i) require(label.shape(i) == query.shape(i), "similarity: label's shape differs from query's");
+  for (int i = 0; i < 4; ++i)
+    require(label.shape(i) == query.shape(i), "similarity: label's shape differs from query's");
   require(weights.shape(0) == heads && weights.shape(1) == group, "similarity: weights must be [H, g]");
   std::unique_ptr<float[]> out(new float[batch * heads]);
   {

@@ -27,9 +27,7 @@ class RunsView {
   }
   RunsView(const RunsView&) = delete;
   ~RunsView() { PyBuffer_Release(&view_); }
-  std::span<const Run> runs() const {
-    return {static_cast<const Run*>(view_.buf), size_t(view_.len) / sizeof(Run)};
-  }
+  std::span<const Run> runs() const { return {static_cast<const Run*>(view_.buf), size_t(view_.len) / sizeof(Run)}; }
 
  private:
   Py_buffer view_;
@@ -96,7 +94,8 @@ void bind_ring(nb::module_& m) {
       .def_prop_ro("poisoned", &RingProducer::poisoned)
       .def_prop_ro("in_flight", &RingProducer::in_flight)
       .def("post", &post, "op"_a, "step"_a, "layer"_a, "runs"_a, "pairs"_a)
-      .def("poll", [](RingProducer& ring, uint64_t seq) { return to_array(ring.poll(seq)); }, "seq"_a)
+      .def(
+          "poll", [](RingProducer& ring, uint64_t seq) { return to_array(ring.poll(seq)); }, "seq"_a)
       .def("wait", &wait, "seq"_a, "timeout_us"_a, "spin_us"_a = 30)
       .def("poison", &RingProducer::poison)
       .def("heartbeat_ns", &RingProducer::heartbeat_ns)

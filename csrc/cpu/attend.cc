@@ -20,7 +20,6 @@ namespace baseline {
 #define HEADGATE_TARGET
 constexpr int kWidth = 4;
 constexpr int kPairs = 1;  // pairs of vectors that the accumulators of one pass hold
-#include "cpu/vector.inc"
 #include "cpu/attend_kernel.inc"
 #undef HEADGATE_TARGET
 }  // namespace baseline
@@ -30,7 +29,6 @@ namespace avx2 {
 #define HEADGATE_TARGET __attribute__((target("avx2,fma")))
 constexpr int kWidth = 8;
 constexpr int kPairs = 1;
-#include "cpu/vector.inc"
 #include "cpu/attend_kernel.inc"
 #undef HEADGATE_TARGET
 }  // namespace avx2
@@ -39,7 +37,6 @@ namespace avx512 {
 #define HEADGATE_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
 constexpr int kWidth = 16;
 constexpr int kPairs = 2;
-#include "cpu/vector.inc"
 #include "cpu/attend_kernel.inc"
 #undef HEADGATE_TARGET
 }  // namespace avx512
@@ -54,42 +51,43 @@ const AttendKernel& kernel_for(int d) {
 }
 
 // Where the kernel keeps element e of a head: a pair of bfloat16 vectors holds even elements, then odd ones.
-int element_at(int e, int width, Dtype dtype) {
-  if (dtype == Dtype::kFloat32) return e;
-  const int within = e % (2 * width);
-  return e - within + within / 2 + (within % 2) * width;
+std::vector<int> element_places(const AttendArgs& a, int width) {
+  std::vector<int> at(a.d);
+  for (int e = 0; e < a.d; ++e) {
+    const int within = e % (2 * width);
+    at[e] = a.dtype == Dtype::kFloat32 ? e : e - within + within / 2 + (within % 2) * width;
+  }
+  return at;
 }
 
 // The lane's query as [tile of heads][chunk of 2 * width][head of the tile][element].
-void arrange(const AttendArgs& a, int width, const float* query, float* out) {
-  for (int first = 0; first < a.group;) {
-    const int left = a.group - first, tile = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+void arrange(const AttendArgs& a, int width, const std::vector<int>& at, const float* query, float* out) {
+  const int chunk = 2 * width;
+  for (int first = 0, tile; first < a.group; first += tile) {
+    tile = tile_heads(a.group - first);
     for (int h = 0; h < tile; ++h) {
-      for (int e = 0; e < a.d; ++e) {
-        const int at = element_at(e, width, a.dtype), chunk = at / (2 * width);
-        out[first * a.d + (chunk * tile + h) * 2 * width + at % (2 * width)] = query[(first + h) * a.d + e];
+      const float* from = query + (first + h) * a.d;
+      float* to = out + first * a.d + h * chunk;
+      for (int c = 0; c < a.d; c += chunk, to += tile * chunk) {
+        for (int e = c; e < c + chunk; ++e) to[at[e] - c] = from[e];
       }
     }
-    first += tile;
   }
 }
 
 // Joins the partial results of one lane and brings the elements back into their order.
-void merge(const AttendArgs& a, int width, const Partial* parts, int count, float* out) {
-  std::vector<float> factor(count);
+void merge(const AttendArgs& a, const std::vector<int>& at, const Partial* parts, int count, float* out) {
   for (int h = 0; h < a.group; ++h) {
     float top = -std::numeric_limits<float>::infinity(), sum = 0.f;
     for (int i = 0; i < count; ++i) top = std::max(top, parts[i].top[h]);
+    float* joined = parts[0].acc + h * a.d;
     for (int i = 0; i < count; ++i) {
-      factor[i] = parts[i].sum[h] != 0.f ? std::exp2(parts[i].top[h] - top) : 0.f;
-      sum += parts[i].sum[h] * factor[i];
+      const float factor = parts[i].sum[h] != 0.f ? std::exp2(parts[i].top[h] - top) : 0.f;
+      sum += parts[i].sum[h] * factor;
+      const float* acc = parts[i].acc + h * a.d;
+      for (int e = 0; e < a.d; ++e) joined[e] = i == 0 ? acc[e] * factor : joined[e] + acc[e] * factor;
     }
-    for (int e = 0; e < a.d; ++e) {
-      const int at = h * a.d + element_at(e, width, a.dtype);
-      float total = 0.f;
-      for (int i = 0; i < count; ++i) total += parts[i].acc[at] * factor[i];
-      out[h * a.d + e] = sum != 0.f ? total / sum : 0.f;
-    }
+    for (int e = 0; e < a.d; ++e) out[h * a.d + e] = sum != 0.f ? joined[at[e]] / sum : 0.f;
   }
 }
 
@@ -127,6 +125,7 @@ void attend(const AttendArgs& a) {
   const AttendPart part = a.dtype == Dtype::kFloat32 ? kernel.float32 : kernel.bfloat16;
   const int lanes = a.batch * a.heads;
   const size_t lane_floats = size_t(a.group) * a.d;
+  const std::vector<int> at = element_places(a, kernel.width);
   const std::vector<Task> tasks = split(a);
   // Arranged queries, then each task's accumulators, tops and sums.
   std::vector<float> scratch(lanes * lane_floats + tasks.size() * (lane_floats + 2 * a.group));
@@ -136,7 +135,7 @@ void attend(const AttendArgs& a) {
     partials.push_back({free, free + lane_floats, free + lane_floats + a.group});
   }
   for (int lane = 0; lane < lanes; ++lane) {
-    arrange(a, kernel.width, a.query + lane * lane_floats, scratch.data() + lane * lane_floats);
+    arrange(a, kernel.width, at, a.query + lane * lane_floats, scratch.data() + lane * lane_floats);
   }
   run_tasks(static_cast<int>(tasks.size()), a.threads, [&](int i) {
     const Task& t = tasks[i];
@@ -144,7 +143,7 @@ void attend(const AttendArgs& a) {
   });
   for (size_t i = 0, end; i < tasks.size(); i = end) {
     for (end = i; end < tasks.size() && tasks[end].lane == tasks[i].lane;) ++end;
-    merge(a, kernel.width, &partials[i], static_cast<int>(end - i), a.out + tasks[i].lane * lane_floats);
+    merge(a, at, &partials[i], static_cast<int>(end - i), a.out + tasks[i].lane * lane_floats);
   }
 }
 

@@ -9,12 +9,12 @@
 namespace headgate {
 
 struct AttendArgs {
-  const float* query;      // [batch][heads * group][d]
-  const uint8_t* window;   // places are counted from each lane's base
-  const uint64_t* base;    // [batch][heads], bytes
-  const int32_t* ranges;   // [batch][heads][range_count][2], (first place, count)
-  const int32_t* places;   // [batch][heads][place_stride]
-  const int32_t* counts;   // [batch][heads], how many of `places` count
+  const float* query;     // [batch][heads * group][d]
+  const uint8_t* window;  // places are counted from each lane's base
+  const uint64_t* base;   // [batch][heads], bytes
+  const int32_t* ranges;  // [batch][heads][range_count][2], (first place, count)
+  const int32_t* places;  // [batch][heads][place_stride]
+  const int32_t* counts;  // [batch][heads], how many of `places` count
   int batch;
   int heads;  // KV heads
   int group;  // query heads per KV head

@@ -12,6 +12,9 @@ namespace headgate {
 inline constexpr int kBlockRecords = 64;  // 32 KiB of 512 B records: the next block travels to the L2 cache meanwhile
 inline constexpr int kCacheLine = 64;
 
+// Query heads are taken in tiles of 4, 2 and 1: the next tile when `left` heads remain.
+inline int tile_heads(int left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+
 // Bfloat16 in memory; the kernels widen it to float32.
 struct Bf16 {
   uint16_t bits;
@@ -33,8 +36,10 @@ class LaneCursor {
         place_(a.places + size_t(lane) * a.place_stride),
         left_(to - from) {
     while (range_ != range_end_ && from >= size_t(range_[1])) from -= range_[1], range_ += 2;
-    if (range_ == range_end_) place_ += from;
-    else skip_ = static_cast<int>(from);
+    if (range_ == range_end_)
+      place_ += from;
+    else
+      skip_ = static_cast<int>(from);
   }
 
   void fill(Block& block) {

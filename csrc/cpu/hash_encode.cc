@@ -16,7 +16,6 @@ using Encode = void (*)(const float*, const float*, const float*, size_t, int, u
 namespace baseline {
 #define HEADGATE_TARGET
 constexpr int kWidth = 4;
-#include "cpu/vector.inc"
 #include "cpu/hash_encode_kernel.inc"
 #undef HEADGATE_TARGET
 }  // namespace baseline
@@ -25,7 +24,6 @@ constexpr int kWidth = 4;
 namespace avx2 {
 #define HEADGATE_TARGET __attribute__((target("avx2,fma")))
 constexpr int kWidth = 8;
-#include "cpu/vector.inc"
 #include "cpu/hash_encode_kernel.inc"
 #undef HEADGATE_TARGET
 }  // namespace avx2
@@ -33,7 +31,6 @@ constexpr int kWidth = 8;
 namespace avx512 {
 #define HEADGATE_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
 constexpr int kWidth = 16;
-#include "cpu/vector.inc"
 #include "cpu/hash_encode_kernel.inc"
 #undef HEADGATE_TARGET
 }  // namespace avx512

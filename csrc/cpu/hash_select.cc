@@ -69,7 +69,8 @@ __attribute__((always_inline)) inline void distances_by_word(const Planes& p, co
     int total = p.floor;
     for (int b = 0; b < p.count; ++b) {
       int bits = 0;
-      for (int w = 0; w < kHashWords; ++w) bits += std::popcount((codes[i * kHashWords + w] ^ p.majority[w]) & p.mask[b][w]);
+      for (int w = 0; w < kHashWords; ++w)
+        bits += std::popcount((codes[i * kHashWords + w] ^ p.majority[w]) & p.mask[b][w]);
       total += bits << p.weight_log[b];
     }
     out[i] = static_cast<uint16_t>(total);
@@ -125,11 +126,16 @@ HEADGATE_VPOPCNT void distances_vpopcnt(const Planes& p, const uint64_t* codes, 
 
 Distances vpopcnt_for(int planes) {
   switch (planes) {
-    case 1: return distances_vpopcnt<1>;
-    case 2: return distances_vpopcnt<2>;
-    case 3: return distances_vpopcnt<3>;
-    case 4: return distances_vpopcnt<4>;
-    default: return distances_popcnt;
+    case 1:
+      return distances_vpopcnt<1>;
+    case 2:
+      return distances_vpopcnt<2>;
+    case 3:
+      return distances_vpopcnt<3>;
+    case 4:
+      return distances_vpopcnt<4>;
+    default:
+      return distances_popcnt;
   }
 }
 #endif

@@ -41,7 +41,8 @@ std::vector<Level> levels() {
 }
 
 void set_level(Level wanted) {
-  if (wanted < Level::kBaseline || wanted > kBest) throw std::invalid_argument("this machine lacks that instruction set");
+  if (wanted < Level::kBaseline || wanted > kBest)
+    throw std::invalid_argument("this machine lacks that instruction set");
   current.store(wanted, std::memory_order_relaxed);
 }
 

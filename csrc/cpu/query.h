@@ -21,18 +21,18 @@ struct PackCodes {
   const uint64_t* codes;  // [count][4], in record order
   const uint16_t* map;    // [count], record -> token within the pack
   size_t count;
-  int32_t first;          // the pack's first record, and its first token
+  int32_t first;  // the pack's first record, and its first token
 };
 
-// The k records of least Hamming distance, summed over `group` query codes, among those whose token lies in [low, high);
-// ties to the lower id; sorted by id. Packs come in ascending order.
+// The k records of least Hamming distance, summed over `group` query codes, among those whose token lies in [low,
+// high); ties to the lower id; sorted by id. Packs come in ascending order.
 std::vector<int32_t> hash_select(const uint64_t* query_codes, int group, const std::vector<PackCodes>& packs,
                                  int32_t low, int32_t high, size_t k);
 
 struct Delta {
-  std::vector<int32_t> places;   // of every wanted record
-  std::vector<uint32_t> pairs;   // (record, place) of those that are not held
-  bool fits;                     // false: the free places do not suffice, and both are empty
+  std::vector<int32_t> places;  // of every wanted record
+  std::vector<uint32_t> pairs;  // (record, place) of those that are not held
+  bool fits;                    // false: the free places do not suffice, and both are empty
 };
 
 // wanted, held: sorted record ids.

@@ -11,9 +11,9 @@ namespace headgate {
 namespace {
 
 constexpr uint64_t kMicrosecond = 1000;
-constexpr uint64_t kNapNs = 50 * kMicrosecond;               // while something is under way; new tickets wait this long
-constexpr uint64_t kHeartbeatNs = 20'000 * kMicrosecond;     // while busy
-constexpr uint64_t kSleepNs = 50'000 * kMicrosecond;         // while idle: then a heartbeat
+constexpr uint64_t kNapNs = 50 * kMicrosecond;            // while something is under way; new tickets wait this long
+constexpr uint64_t kHeartbeatNs = 20'000 * kMicrosecond;  // while busy
+constexpr uint64_t kSleepNs = 50'000 * kMicrosecond;      // while idle: then a heartbeat
 constexpr uint64_t kDrainNapNs = 1'000 * kMicrosecond;
 
 }  // namespace
@@ -28,7 +28,7 @@ CopyEngine::CopyEngine(EngineOptions options, Frames& frames, Counters& counters
       gather_(frames, io_, counters),
       store_(io_, counters),
       ahead_(frames, gather_, counters, std::max(1u, options.io_depth / 4)) {
-  std::span<uint8_t> regions[] = {frames.memory(), store_.memory()};
+  std::span<uint8_t> regions[] = {store_.memory()};
   io_.register_memory(regions);
   thread_ = std::thread([this] { loop(); });
 }
@@ -41,14 +41,14 @@ void CopyEngine::loop() {
   prctl(PR_SET_NAME, "headgate-copy");
   prctl(PR_SET_TIMERSLACK, kMicrosecond);
   while (!stopping_.load(std::memory_order_acquire)) {
-    bool worked = run_commands();    // 1  what the control plane asks, between tickets
+    bool worked = run_commands();  // 1  what the control plane asks, between tickets
     if (!faults_.stopped.load(std::memory_order_relaxed)) {
-      worked |= take_tickets();      // 2  copy descriptors out, check them, serve what is in frames
-      worked |= reap();              // 3  verify what was read, free what was written
-      worked |= advance_runs();      // 4  copy, answer
-      ahead_.pump();                 // 5  read ahead with what is left of the depth
-      io_.submit();                  // 6
-      wake_workers();                // 7  before anything below blocks
+      worked |= take_tickets();  // 2  copy descriptors out, check them, serve what is in frames
+      worked |= reap();          // 3  verify what was read, free what was written
+      worked |= advance_runs();  // 4  copy, answer
+      ahead_.pump();             // 5  read ahead with what is left of the depth
+      io_.submit();              // 6
+      wake_workers();            // 7  before anything below blocks
       heartbeat();
     }
     wait_for_work(worked);
@@ -268,8 +268,8 @@ void CopyEngine::promote(Worker& worker, RingConsumer& ring, TakenTicket& ticket
   for (const Run& run : ticket.runs) {
     bool known = run.slot < worker.slots.size() && worker.slots[run.slot].binding &&
                  worker.slots[run.slot].epoch == run.slot_epoch;
-    if (!known || GatherPath::validate(run, Op::kGather, ticket.layer, *worker.slots[run.slot].binding, ticket) !=
-                      Fault::kNone) {
+    if (!known ||
+        GatherPath::validate(run, Op::kGather, ticket.layer, *worker.slots[run.slot].binding, ticket) != Fault::kNone) {
       add(counters_.promotes_dropped);
       continue;
     }
@@ -279,8 +279,8 @@ void CopyEngine::promote(Worker& worker, RingConsumer& ring, TakenTicket& ticket
     for (uint32_t i = run.first_pair; i < run.first_pair + run.pair_count; ++i) {
       uint32_t record = ticket.pairs[i].record;
       RecordOrigin origin = binding.origin(record);
-      uint32_t block = binding.pack(origin.pack).segment_block(0, ticket.layer, run.lane) +
-                       (record - origin.first) / per_block;
+      uint32_t block =
+          binding.pack(origin.pack).segment_block(0, ticket.layer, run.lane) + (record - origin.first) / per_block;
       std::vector<uint32_t>& extents = jobs[origin.pack].extents;
       uint32_t extent = block / frames_.extent_blocks();
       if (extents.empty() || extents.back() != extent) extents.push_back(extent);
@@ -308,7 +308,9 @@ bool CopyEngine::step(RunTask& t) {
 
 // Stores the cell: from here on nothing of this run can reach the window.
 void CopyEngine::finish(RunTask& t, Status status, Fault fault) {
-  add(status == Status::kOk ? counters_.runs_ok : status == Status::kStale ? counters_.runs_stale : counters_.runs_error);
+  add(status == Status::kOk      ? counters_.runs_ok
+      : status == Status::kStale ? counters_.runs_stale
+                                 : counters_.runs_error);
   t.worker->window.fence();
   t.ended = true;
   if (t.ring->complete(*t.ticket, t.index, status, fault)) trace(*t.ring, *t.ticket);

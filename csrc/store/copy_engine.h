@@ -27,13 +27,15 @@ struct EngineOptions {
 };
 
 // Every ring, slot and window of a worker belongs to one engine, so a window has one writer, and a command that runs
-// between tickets sees no copy half done.
+// between tickets sees no copy half done: what csrc/model asks of slot epochs and counts in flight needs no atomics
+// here.
 class CopyEngine {
  public:
   CopyEngine(EngineOptions options, Frames& frames, Counters& counters, Faults& faults, Trace& trace);
   ~CopyEngine();
 
-  // Runs `command` on the thread, between tickets, and waits for it; passes on what it throws. UNAVAILABLE once stopped.
+  // Runs `command` on the thread, between tickets, and waits for it; passes on what it throws. UNAVAILABLE once
+  // stopped.
   void call(const std::function<void()>& command);
   // Poisons every ring, waits for the I/O in flight, ends the thread. Idempotent.
   void stop();

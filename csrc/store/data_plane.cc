@@ -22,13 +22,14 @@ DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent
   if (o.copy_threads < 1 || o.copy_threads > kThreadsMax) throw invalid_argument("copy_threads must be 1..64");
   if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
   for (uint32_t i = 0; i < o.copy_threads; ++i)
-    engines_.push_back(std::make_unique<CopyEngine>(EngineOptions{o.io_depth, o.spin_us}, frames_, counters_, faults_,
-                                                    trace_));
+    engines_.push_back(
+        std::make_unique<CopyEngine>(EngineOptions{o.io_depth, o.spin_us}, frames_, counters_, faults_, trace_));
 }
 
 DataPlane::~DataPlane() { close(); }
 
 void DataPlane::close() {
+  std::lock_guard closing(close_mutex_);
   for (auto& engine : engines_) engine->stop();
   std::lock_guard lock(mutex_);
   closed_ = true;
@@ -103,9 +104,9 @@ void DataPlane::abort(const UploadEntry& entry, uint32_t upload) {
 uint32_t DataPlane::open_pack(const std::string& path) {
   auto pack = std::make_shared<PackFile>(path, counters_);
   if (pack->header().extent_blocks != frames_.extent_blocks())
-    throw failed_precondition(path + " has extents of " + std::to_string(pack->header().extent_blocks) +
-                              " blocks; this data plane was started with extent_blocks = " +
-                              std::to_string(frames_.extent_blocks()));
+    throw failed_precondition(
+        path + " has extents of " + std::to_string(pack->header().extent_blocks) +
+        " blocks; this data plane was started with extent_blocks = " + std::to_string(frames_.extent_blocks()));
   std::lock_guard lock(mutex_);
   if (closed_) throw unavailable("the data plane is closed");
   uint32_t id = next_id_++;
@@ -244,8 +245,8 @@ std::shared_ptr<PackFile> DataPlane::bound_pack(uint32_t pack) {
 uint32_t DataPlane::bind(uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs, uint32_t layers,
                          uint32_t lanes, std::vector<LaneWindow> windows, uint32_t record_bytes) {
   auto w = find_worker(worker);
-  if (slot >= w->slots.size()) throw invalid_argument("slot " + std::to_string(slot) + " of " +
-                                                      std::to_string(w->slots.size()));
+  if (slot >= w->slots.size())
+    throw invalid_argument("slot " + std::to_string(slot) + " of " + std::to_string(w->slots.size()));
   std::vector<std::shared_ptr<PackFile>> files;
   uint32_t epoch = 0;
   try {

@@ -79,6 +79,7 @@ class DataPlane {
   Frames frames_;
   std::vector<std::unique_ptr<CopyEngine>> engines_;
 
+  std::mutex close_mutex_;
   std::mutex mutex_;
   bool closed_ = false;
   uint32_t next_id_ = 1;  // packs, uploads and workers never share or reuse a number

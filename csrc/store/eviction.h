@@ -19,14 +19,18 @@ class ClockPolicy {
   }
   void remove(uint32_t frame) { state_[frame] = {}; }
 
-  // For a read that a run waits for: passes over used frames once and over weighted ones `weight` times.
+  // For a read that a run waits for: passes over used frames once and over weighted ones `weight` times. After a
+  // bounded number of steps, which a large tier reaches when everything was just used, the frame last passed over has
+  // to go.
   template <typename Evictable>
   std::optional<uint32_t> victim(Evictable evictable) {
-    uint32_t frames = uint32_t(state_.size());
-    for (uint64_t step = 0; step < uint64_t{frames} * (kWeightMax + 2); ++step) {
+    uint64_t steps = uint64_t{state_.size()} * (kWeightMax + 2);
+    std::optional<uint32_t> passed;
+    for (uint64_t step = 0; step < steps && (step < kStepsMax || !passed); ++step) {
       uint32_t frame = advance();
       State& s = state_[frame];
       if (!s.admitted || !evictable(frame)) continue;
+      passed = frame;
       if (s.used) {
         s.used = false;
       } else if (s.weight > 0) {
@@ -35,7 +39,7 @@ class ClockPolicy {
         return frame;
       }
     }
-    return std::nullopt;
+    return passed;
   }
 
   // For a read ahead: only a frame that is colder than everything with a use or a weight, and nothing wears down.
@@ -58,6 +62,7 @@ class ClockPolicy {
     uint8_t weight = 0;
   };
   static constexpr uint32_t kLookAhead = 256;
+  static constexpr uint64_t kStepsMax = 4096;
 
   uint32_t advance() {
     uint32_t frame = hand_;

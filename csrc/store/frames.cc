@@ -109,7 +109,8 @@ void Frames::look(ExtentUse& use) {
   uint16_t unread = missing & ~m.loading;
   use.ready = missing == 0;
   use.to_read = unread;
-  if (std::popcount(unread) > kBlocksReadSingly) use.to_read = use.pack->extent_mask(use.extent) & ~(m.valid | m.loading);
+  if (std::popcount(unread) > kBlocksReadSingly)
+    use.to_read = use.pack->extent_mask(use.extent) & ~(m.valid | m.loading);
   m.loading |= use.to_read;
 }
 

@@ -17,7 +17,7 @@ struct ExtentUse {
   PackFile* pack;
   uint32_t extent;
   uint32_t frame;
-  uint32_t first;    // the records that lie in it, within the run's portion
+  uint32_t first;  // the records that lie in it, within the run's portion
   uint32_t count;
   uint16_t wanted;   // blocks
   uint16_t to_read;  // blocks that the caller must read now: nobody else does

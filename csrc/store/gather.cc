@@ -83,8 +83,7 @@ Copies best_copies() {
 
 }  // namespace
 
-void copy_records(const uint8_t* const* from, uint8_t* const* to, size_t count, uint32_t bytes,
-                  bool past_caches) {
+void copy_records(const uint8_t* const* from, uint8_t* const* to, size_t count, uint32_t bytes, bool past_caches) {
   static const Copies copies = best_copies();
   if (count == 0) return;
   for (size_t i = 0; i < kAhead && i < count; ++i) prefetch(from[i], bytes);

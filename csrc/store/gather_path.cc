@@ -137,7 +137,8 @@ void GatherPath::landed(const Io& io, int error) {
   uint16_t good = 0;
   uint32_t first = io.extent * frames_.extent_blocks() + io.first_block;
   for (uint32_t b = 0; error == 0 && b < count; ++b)
-    if (io.pack->block_ok(first + b, io.buffer + uint64_t{b} * kBlockBytes)) good |= uint16_t(1u << (io.first_block + b));
+    if (io.pack->block_ok(first + b, io.buffer + uint64_t{b} * kBlockBytes))
+      good |= uint16_t(1u << (io.first_block + b));
   if (error == 0) {
     add(counters_.nvme_read_bytes, io.bytes);
     add(counters_.nvme_read_ops);

@@ -25,7 +25,8 @@ class GatherPath {
  public:
   GatherPath(Frames& frames, IoEngine& io, Counters& counters) : frames_(frames), io_(io), counters_(counters) {}
 
-  // Whether the run may be served: kNone, or why not. Reads each number of the copied descriptor once more, nothing else.
+  // Whether the run may be served: kNone, or why not. Reads each number of the copied descriptor once more, nothing
+  // else.
   static Fault validate(const Run& run, Op op, uint16_t layer, const Binding& binding, const TakenTicket& ticket);
 
   // Goes on as far as it can without waiting. True when the run is over (t.fault says how); nothing is pinned then.

@@ -1,4 +1,5 @@
-// Background reads of extents that are likely to be wanted: bounded, behind every other read, never evicting warmer ones.
+// Background reads of extents that are likely to be wanted: bounded, behind every other read, never evicting warmer
+// ones.
 #pragma once
 
 #include <cstdint>

@@ -70,8 +70,8 @@ TakenTicket* RingConsumer::take() {
   t.seen_ns = now_ns();
   t.first_copy_ns = 0;
   t.runs.resize(copy.run_count);
-  std::memcpy(t.runs.data(), requests_.data() + layout_.runs_off(next_) + copy.first_run * sizeof(Run),
-              copy.run_count * sizeof(Run));
+  const uint8_t* runs = requests_.data() + layout_.runs_off(next_) + copy.first_run * sizeof(Run);
+  if (copy.run_count > 0) std::memcpy(t.runs.data(), runs, copy.run_count * sizeof(Run));
   copy_pairs(t);
   ++next_;
   if (copy.run_count == 0) advance_consumed();
@@ -87,7 +87,7 @@ void RingConsumer::copy_pairs(TakenTicket& t) {
     }
   }
   t.pairs.resize(end);  // a run that reaches beyond this is refused later
-  std::memcpy(t.pairs.data(), requests_.data() + layout_.pairs_off(t.seq), end * sizeof(Pair));
+  if (end > 0) std::memcpy(t.pairs.data(), requests_.data() + layout_.pairs_off(t.seq), end * sizeof(Pair));
 }
 
 TakenTicket* RingConsumer::in_flight(uint64_t seq) {

@@ -1,4 +1,5 @@
-// The daemon's end of one ring. Every number of a ticket is copied out of shared memory once, before anything looks at it.
+// The daemon's end of one ring. Every number of a ticket is copied out of shared memory once, before anything looks at
+// it.
 #pragma once
 
 #include <atomic>

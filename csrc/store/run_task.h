@@ -23,16 +23,16 @@ struct RunTask {
   uint16_t layer;
   Op op;
 
-  uint64_t not_before_ns;    // an injected delay
-  bool fail_at_end;          // an injected fault
-  bool ended;                // its cell is stored (or never will be); only I/O may still be in flight
-  Fault fault;               // why it will end in ERROR
+  uint64_t not_before_ns;  // an injected delay
+  bool fail_at_end;        // an injected fault
+  bool ended;              // its cell is stored (or never will be); only I/O may still be in flight
+  Fault fault;             // why it will end in ERROR
   uint32_t io_in_flight;
 
   // GATHER, RANGE: pairs [cursor, portion_end) are being served, total in all
   uint32_t cursor, portion_end, total;
-  std::vector<ExtentUse> uses;     // of the portion; pinned
-  std::vector<uint16_t> offsets;   // of each record of the portion within its extent, bytes
+  std::vector<ExtentUse> uses;    // of the portion; pinned
+  std::vector<uint16_t> offsets;  // of each record of the portion within its extent, bytes
 
   // STORE
   std::shared_ptr<Upload> upload;

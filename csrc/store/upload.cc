@@ -63,16 +63,16 @@ uint32_t Upload::missing() const {
 
 void Upload::start_finish() {
   std::lock_guard lock(mutex_);
-  if (state_ == State::kRetired) throw unavailable(path_ + ": an earlier sync failed; abort this upload");
+  if (state_ == State::kRetired) throw unavailable(path_ + ": an earlier attempt failed; abort this upload");
   if (state_ != State::kOpen) throw failed_precondition(path_ + ": the upload is being finished");
   if (missing_ > 0) throw failed_precondition(path_ + ": " + std::to_string(missing_) + " segments are missing");
-  check_map();
   state_ = State::kFinishing;
 }
 
 void Upload::finish() {
   start_finish();
   try {
+    check_map();
     write_map_and_crcs();
     make_durable();
     write_header();

@@ -26,7 +26,7 @@ class Upload {
   // end_segment must follow, once no write of the segment is in flight.
   Fault begin_segment(uint32_t kind, uint32_t layer, uint32_t lane);
   void end_segment(uint32_t kind, uint32_t layer, uint32_t lane, bool written);
-  void set_map(uint32_t layer, uint32_t lane, const uint8_t* map);  // u16[tokens], any alignment
+  void set_map(uint32_t layer, uint32_t lane, const uint8_t* map);    // u16[tokens], any alignment
   void set_crc(uint32_t block, uint32_t crc) { crcs_[block] = crc; }  // block counts from the first after the header
 
   uint32_t missing() const;

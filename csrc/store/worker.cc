@@ -19,9 +19,9 @@ Binding::Binding(std::vector<std::shared_ptr<PackFile>> packs, uint32_t layers, 
 void Binding::check_pack(const PackHeader& h) const {
   if (h.layers != layers_ || h.kinds[0].lanes != lanes_ || h.kinds[0].record_bytes != record_bytes_)
     throw failed_precondition("a pack of " + std::to_string(h.layers) + " layers, " + std::to_string(h.kinds[0].lanes) +
-                              " lanes, " + std::to_string(h.kinds[0].record_bytes) + " B records does not fit a slot of " +
-                              std::to_string(layers_) + ", " + std::to_string(lanes_) + ", " +
-                              std::to_string(record_bytes_));
+                              " lanes, " + std::to_string(h.kinds[0].record_bytes) +
+                              " B records does not fit a slot of " + std::to_string(layers_) + ", " +
+                              std::to_string(lanes_) + ", " + std::to_string(record_bytes_));
   if (packs_.empty()) return;
   const PackHeader& other = packs_[0]->header();
   if (h.kind_count != other.kind_count || std::memcmp(h.fingerprint, other.fingerprint, sizeof h.fingerprint) != 0)

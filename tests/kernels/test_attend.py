@@ -1,5 +1,8 @@
 """`attend` and `store_token` against float64 NumPy, for every storage, head size and instruction set."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -120,3 +123,23 @@ def test_store_token_rounds_like_torch(rng, dtype):
     stored = torch.from_numpy(rows[1].copy()).view(torch_dtype).float()[: 2 * d]
     expected = torch.from_numpy(np.concatenate([key[0, 0], value[0, 0]])).to(torch_dtype).float()
     torch.testing.assert_close(stored, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_one_thread_starts_none():
+    """In a process of its own: other tests leave the pool's threads behind."""
+    program = """
+import os
+import numpy as np
+from decode_worker import _native
+def attend(threads):
+    window = np.zeros(4096 * 256, np.uint8)
+    base, none = np.zeros((1, 2), np.uint64), np.zeros((1, 2), np.int32)
+    ranges = np.array([[[[0, 4096]]] * 2], np.int32)
+    query = np.ones((1, 2, 64), np.float32)
+    _native.attend(query, window, base, ranges, np.zeros((1, 2, 1), np.int32), none, 2, 256, 1.0, threads)
+    return len(os.listdir("/proc/self/task"))
+before = len(os.listdir("/proc/self/task"))
+print(attend(1) - before, attend(3) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["0", "2"]

@@ -71,6 +71,7 @@ class Bench:
         self.packs: dict[int, list[Pack]] = {}
         self.positions: dict[int, int] = {}
         self.k: dict[int, int] = {}
+        self.late: list[tuple[Plan, np.ndarray, int]] = []  # served but for these runs
         self.fetched: list[list[int]] = []  # records of each run of the latest step
 
     # --- sessions ---
@@ -96,7 +97,8 @@ class Bench:
         self.k[slot] = geometry.k
         self.packs[slot], self.positions[slot] = packs, position
         for ticket in self.policy.bind_tickets(slot, runs_max=3, pairs_max=50):
-            assert len(ticket.runs) <= 3 and len(ticket.pairs) <= 50
+            assert len(ticket.runs) <= 3
+            assert len(ticket.pairs) <= 50
             self.copy(ticket)
         for token in range(stored, position):  # a prompt's rest
             self.policy.begin_step([slot], [token])
@@ -145,8 +147,9 @@ class Bench:
 
     # --- steps ---
 
-    def step(self, query: np.ndarray | None = None, failing: float = 0.0) -> None:
-        """One step of every bound slot; a share of the runs fails. query: [layers, B, Hq, d]."""
+    def step(self, query: np.ndarray | None = None, failing: float = 0.0, late: float = 0.0) -> None:
+        """One step of every bound slot; shares of the runs fail, or end a step later. query: [layers, B, Hq, d]."""
+        self.settle_late_runs()
         slots = sorted(self.positions)
         positions = [self.positions[s] for s in slots]
         self.policy.begin_step(slots, positions)
@@ -155,7 +158,7 @@ class Bench:
             q = self.queries(len(slots)) if query is None else query[layer]
             while (plan := self.policy.plan(layer, q)) is not None:
                 self.check_no_live_place_is_named(plan)
-                if self.policy.settle(layer, self.serve(plan, failing)):
+                if self.policy.settle(layer, self.serve(plan, failing, late)):
                     break
             self.write(layer, slots, positions)
             for row in range(len(slots)):
@@ -169,16 +172,26 @@ class Bench:
         s = self.settings
         return self.rng.standard_normal((batch, s.kv_heads * s.group, s.head_dim), dtype=np.float32)
 
-    def serve(self, plan: Plan, failing: float) -> np.ndarray:
-        """Copies runs in random order; a failing one stops midway."""
+    def serve(self, plan: Plan, failing: float, late: float) -> np.ndarray:
+        """Copies runs in random order; a failing one stops midway, a late one is copied before the next step."""
         statuses = np.zeros((len(plan.runs), 2), np.uint32)
         for run in self.rng.permutation(len(plan.runs)):
+            if plan.deltas[run].has_old_set and self.rng.random() < late:
+                self.late.append((plan, statuses, run))
+                continue
             fails = self.rng.random() < failing
             self.copy(plan, run, half=fails)
             statuses[run, 0] = ERROR if fails else OK
             first, count = int(plan.runs["first_pair"][run]), int(plan.runs["pair_count"][run])
             self.fetched.append(plan.pairs[first : first + count, 0].tolist())
         return statuses
+
+    def settle_late_runs(self) -> None:
+        for plan, statuses, run in self.late:
+            self.copy(plan, run)
+            statuses[run, 0] = OK
+            self.policy.settle(plan.layer, statuses, plan)
+        self.late = []
 
     def attended(self, layer: int, row: int, head: int) -> list[int]:
         """Tokens that a head's attention reads, from the window itself; each must be that layer's and head's."""

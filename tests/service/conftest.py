@@ -12,7 +12,7 @@ from tests.daemon_process import Daemon
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     with Daemon(tmp_path) as running:
-        yield running  # type: ignore[misc]
+        yield running
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import json
 import mmap
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +97,19 @@ def test_the_end_of_a_connection_releases_its_worker_once(desk: Desk) -> None:
     BrokerConnection(desk.path, "short", 10.0).close()
     assert desk.left.wait(5.0)
     assert [worker.name for worker in desk.released] == ["short"]
+
+
+def test_a_forked_child_does_not_keep_a_dead_worker_alive(desk: Desk) -> None:
+    script = (
+        "import os, sys, time\n"
+        "from kvstore_service.connection import BrokerConnection\n"
+        "connection = BrokerConnection(sys.argv[1], 'parent', 10.0)\n"
+        "if os.fork() == 0: time.sleep(5); os._exit(0)\n"
+        "os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, desk.path], timeout=20, check=True)
+    assert desk.left.wait(2.0)
+    assert [worker.name for worker in desk.released] == ["parent"]
 
 
 def test_a_transfer_is_taken_once_and_only_by_its_worker(desk: Desk) -> None:

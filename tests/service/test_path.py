@@ -227,7 +227,7 @@ def test_a_fork_shares_its_packs(daemon: Daemon, worker: TestWorker) -> None:
 
 
 def test_a_full_store_says_which_limit_and_when_to_try_again(tmp_path: Path) -> None:
-    with Daemon(tmp_path, options=("--nvme-bytes=1MiB", "--copy-threads=1")) as daemon, connect(daemon) as client:  # type: ignore[arg-type]
+    with Daemon(tmp_path, options=("--nvme-bytes=1MiB", "--copy-threads=1")) as daemon, connect(daemon) as client:
         worker = TestWorker(client)
         session = client.open_session(LAYOUT, 1 << 20)
         with pytest.raises(StoreError) as raised:
@@ -342,3 +342,18 @@ def test_a_killed_worker_gives_everything_back_within_two_seconds(daemon: Daemon
             time.sleep(0.02)
         assert daemon.open_descriptors() <= before + idle
         assert len(list((daemon.data_dir / "packs").iterdir())) == 1
+
+
+def test_faults_can_be_injected_into_a_real_daemon(tmp_path: Path) -> None:
+    with Daemon(tmp_path, faulty=True) as daemon, connect(daemon) as client:
+        worker = TestWorker(client)
+        packs = store_chain(worker, [1, 2])
+        session = client.open_session(LAYOUT, 4096)
+        client.attach_packs(session, packs)
+        epoch = client.bind_slot(session, 0, packs, worker.windows(0))
+        daemon.set_faults(fail_every=1)
+        with pytest.raises(AssertionError):
+            worker.gather(0, epoch, RECORDS)
+        daemon.set_faults(delay_us=200, delay_random=True, reorder=True, seed=3)
+        np.testing.assert_array_equal(worker.gather(0, epoch, RECORDS), expected([1, 2], RECORDS))
+        worker.close()

@@ -20,7 +20,8 @@ class RingTimeout(RingError): ...  # the deadline passed; the ring is poisoned a
 class RingPoisoned(RingError): ...
 
 class RingProducer:
-    """One worker thread's end of a ring. Maps both memories (completions read-only); keeps its own duplicates of the fds."""
+    """One worker thread's end of a ring. Maps both memories (completions read-only); the fds may be closed
+    afterwards."""
 
     def __init__(self, requests_fd: int, completions_fd: int) -> None:
         """Reads the geometry from the header that the daemon wrote; RingError if magic or version differ."""
@@ -30,12 +31,17 @@ class RingProducer:
     poisoned: bool
     in_flight: int  # tickets posted and not yet collected
     def post(self, op: int, step: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32]) -> int:
-        """Posts one ticket: runs (RUN_DTYPE; first_pair counts from 0 within `pairs`), pairs uint32[n, 2] (record, place), each
-        run's pairs sorted by record. Returns its sequence (from 1). Raises NoCredit, RingPoisoned, ValueError (limits)."""
+        """Posts one ticket: runs (RUN_DTYPE; first_pair counts from 0 within `pairs`), pairs uint32[n, 2] (record,
+        place), each
+        run's pairs sorted by record. Returns its sequence (from 1). Raises NoCredit, RingPoisoned, ValueError
+        (limits)."""
     def poll(self, seq: int) -> NDArray[np.uint32]:
-        """uint32[runs, 2] (status, aux) of a ticket in flight; status 0 where not done yet. Never blocks. A run's result, once seen, stays."""
+        """uint32[runs, 2] (status, aux) of a ticket in flight; status 0 where not done yet. Never blocks. A run's
+        result, once seen, stays.
+        RingPoisoned unless every result was seen before the poison; ValueError if the ticket is not in flight."""
     def wait(self, seq: int, timeout_us: int, spin_us: int = 30) -> NDArray[np.uint32]:
-        """Like poll, but until every run is terminal; the ticket is then collected (its cells read). At the deadline poisons
+        """Like poll, but until every run is terminal; the ticket is then collected (its cells read). At the deadline
+        poisons
         the ring and raises RingTimeout. Spins, then sleeps on the futex."""
     def poison(self) -> None: ...
     def heartbeat_ns(self) -> int: ...
@@ -46,7 +52,8 @@ def _levels() -> list[int]:
 
 def _set_level(level: int) -> None: ...
 
-# --- CPU kernels. Window memory is a writable uint8 array; lanes are addressed by byte offset. dtype: 1 float32, 2 bfloat16. ---
+# --- CPU kernels. Window memory is a writable uint8 array; lanes are addressed by byte offset. dtype: 1 float32, 2
+# bfloat16. ---
 
 def attend(
     query: NDArray[np.float32],  # [B, H * g, d]
@@ -60,7 +67,8 @@ def attend(
     scale: float,
     threads: int,
 ) -> NDArray[np.float32]:
-    """Softmax attention of each query head over the records at ranges and places of its KV head. Returns [B, H * g, d]."""
+    """Softmax attention of each query head over the records at ranges and places of its KV head. Returns [B, H * g,
+    d]."""
 
 def store_token(
     window: NDArray[np.uint8],
@@ -71,7 +79,6 @@ def store_token(
     dtype: int,
     record_bytes: int,
 ) -> None: ...
-
 def similarity(
     query: NDArray[np.float32],  # [B, H, g, d]
     label: NDArray[np.float32],  # [B, H, g, d]
@@ -86,7 +93,6 @@ def hash_encode(
     centre: NDArray[np.float32],  # [d]
 ) -> NDArray[np.uint64]:  # [n, 4]; bit j of the 256 is bit j % 64 of word j // 64
     ...
-
 def hash_select(
     query_codes: NDArray[np.uint64],  # [g, 4]
     codes: list[NDArray[np.uint64]],  # per pack [n, 4], in record order
@@ -104,5 +110,6 @@ def delta(
     held_places: NDArray[np.int32],
     free_places: NDArray[np.int32],
 ) -> tuple[NDArray[np.int32], NDArray[np.uint32], int]:
-    """Places of `wanted` (kept ones keep theirs, new ones take free places in order), the pairs uint32[m, 2] to fetch, sorted by
+    """Places of `wanted` (kept ones keep theirs, new ones take free places in order), the pairs uint32[m, 2] to
+    fetch, sorted by
     record, and how many free places were used; used = -1 and no pairs if `free_places` does not suffice."""

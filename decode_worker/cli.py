@@ -44,13 +44,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headgate",
         description="Long-context decoding over the Headgate KV store.",
-        epilog="Every flag of the worker may also stand in --config (YAML) or in the environment (HEADGATE_BUDGET, ...).",
+        epilog="Every flag of the worker may also stand in --config (YAML) or the environment (HEADGATE_BUDGET, ...).",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="a document in a private store, answered by QSAC and by full attention")
-    demo.add_argument("--questions", type=_positive, default=DEMO_QUESTIONS, help="questions to ask (default: %(default)s)")
+    demo.add_argument(
+        "--questions", type=_positive, default=DEMO_QUESTIONS, help="questions to ask (default: %(default)s)"
+    )
     demo.add_argument("--context", type=_positive, default=DEMO_CONTEXT, dest="tokens", help="tokens of the document")
     demo.add_argument("--no-ray", action="store_true", help="run the worker in this process")
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -59,11 +61,15 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue a prompt with a checkpoint of your own")
     generate.add_argument("--prompt-file", type=Path, required=True, help="UTF-8 text")
-    generate.add_argument("--new-tokens", type=_positive, default=256, help="most tokens to generate (default: %(default)s)")
+    generate.add_argument(
+        "--new-tokens", type=_positive, default=256, help="most tokens to generate (default: %(default)s)"
+    )
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--private", action="store_true", help="start a daemon of its own instead of using the node's")
+    generate.add_argument(
+        "--private", action="store_true", help="start a daemon of its own instead of using the node's"
+    )
     generate.set_defaults(run=_generate)
     add_flags(generate, KEYS)
     return parser
@@ -75,7 +81,9 @@ def _demo(arguments: argparse.Namespace) -> None:
     if arguments.tokens % 256 or arguments.tokens < 1024:
         raise ConfigError(f"--context {arguments.tokens}: write a multiple of 256 from 1024 on")
     arguments.context = None
-    config = WorkerConfig.resolve(arguments, model=demo.DEFAULT_MODEL, context=arguments.tokens + DEMO_ROOM, name="demo")
+    config = WorkerConfig.resolve(
+        arguments, model=demo.DEFAULT_MODEL, context=arguments.tokens + DEMO_ROOM, name="demo"
+    )
     demo.run(config, arguments.tokens, arguments.questions, not arguments.no_ray, arguments.json)
 
 

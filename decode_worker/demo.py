@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,12 +29,6 @@ DRAM_SHARE = 4
 DRAM_BYTES_MIN = 4 << 20
 PREFILL_TOKENS = 8192
 SEED = 20261
-
-
-class AnyWorker(Protocol):
-    """A Worker, or a RemoteWorker that stands for one."""
-
-    def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -88,18 +82,21 @@ def run(config: WorkerConfig, tokens: int, questions: int, with_ray: bool, as_js
         print_json(figures)
         return
     _show_answers(Console(), task, sparse)
-    print_table(f"{len(task.document):,}-token document, {questions} questions, {config.policy} + {config.retriever}", figures)
+    print_table(
+        f"{len(task.document):,}-token document, {questions} questions, {config.policy} + {config.retriever}", figures
+    )
 
 
 @contextlib.contextmanager
-def _worker(config: WorkerConfig, with_ray: bool, console: Console) -> Iterator[AnyWorker]:
+def _worker(config: WorkerConfig, with_ray: bool, console: Console) -> Iterator[Any]:
+    """A Worker, or a RemoteWorker that stands for one."""
     with contextlib.ExitStack() as stack:
         if with_ray:
             from decode_worker.actor import RemoteWorker, local_ray
 
             with console.status("starting a local Ray with one worker"):
                 stack.enter_context(local_ray())
-                worker: AnyWorker = RemoteWorker(config)
+                worker: Any = RemoteWorker(config)
                 stack.callback(worker.close)
                 worker.ping()
         else:
@@ -108,7 +105,7 @@ def _worker(config: WorkerConfig, with_ray: bool, console: Console) -> Iterator[
         yield worker
 
 
-def _prefill(worker: AnyWorker, task: Task, console: Console) -> PrefillReport:
+def _prefill(worker: Any, task: Task, console: Console) -> PrefillReport:
     """Prefills in a thread, so that the bar can ask the worker how far it is."""
     result: list[PrefillReport] = []
     failure: list[BaseException] = []
@@ -132,7 +129,7 @@ def _prefill(worker: AnyWorker, task: Task, console: Console) -> PrefillReport:
     return result[0]
 
 
-def _ask(worker: AnyWorker, task: Task, label: str, console: Console) -> Outcome:
+def _ask(worker: Any, task: Task, label: str, console: Console) -> Outcome:
     answers, texts, correct = [], [], 0
     with _bar(console) as bar:
         for question, expected in bar.track(task.questions, description=f"questions, {label}"):
@@ -146,7 +143,7 @@ def _ask(worker: AnyWorker, task: Task, label: str, console: Console) -> Outcome
 
 
 def _figures(
-    worker: AnyWorker,
+    worker: Any,
     config: WorkerConfig,
     task: Task,
     report: PrefillReport,
@@ -162,7 +159,9 @@ def _figures(
     counters, foot = sparse.counters, sparse.footprint
     nvme = sum(a.nvme_read_bytes for a in sparse.answers)
     proc = sum(a.proc_read_bytes for a in sparse.answers)
-    speed_of = {stored: worker.prefill_speed(task.document[:PREFILL_TOKENS], stored) for stored in (False, True)}
+    prefix = task.document[:PREFILL_TOKENS]
+    without_store, with_store = worker.prefill_speed(prefix, stored=False), worker.prefill_speed(prefix, stored=True)
+    full_device = full.footprint.device_bytes
     moved = sum(a.records_moved for a in sparse.answers) / sparse.steps
     cache_bytes = foot.device_bytes - foot.resident_bytes
     f, other = Figure, "full attention"
@@ -171,7 +170,7 @@ def _figures(
         f("decode", sparse.tokens_per_s, "tokens/s", other, full.tokens_per_s, sparse.tokens_per_s / full.tokens_per_s),
         f("bind", _mean_ms(sparse), "ms/session", other, _mean_ms(full), _mean_ms(sparse) / _mean_ms(full)),
         f("kv_bytes", kv_bytes, "B"),
-        f("device_bytes", foot.device_bytes, "B", other, full.footprint.device_bytes, foot.device_bytes / full.footprint.device_bytes),
+        f("device_bytes", foot.device_bytes, "B", other, full_device, foot.device_bytes / full_device),
         f("resident_bytes", foot.resident_bytes, "B"),
         f("offloaded_bytes", foot.offloaded_bytes, "B"),
         f("device_share", cache_bytes / foot.offloaded_bytes, "(device - resident) / offloaded"),
@@ -182,7 +181,7 @@ def _figures(
         f("records_moved", moved, "records/token"),
         f("nvme_read_bytes", nvme, "B in decode", "/proc/PID/io", proc, _ratio(nvme, proc)),
         f("prefill", report.tokens / report.seconds, f"tokens/s, {report.tokens} tokens"),
-        f("prefill_8k", speed_of[True], "tokens/s", "without the store", speed_of[False], speed_of[True] / speed_of[False]),
+        f("prefill_8k", with_store, "tokens/s", "without the store", without_store, with_store / without_store),
     ]  # fmt: skip
 
 
@@ -193,7 +192,7 @@ def _show_answers(console: Console, task: Task, outcome: Outcome) -> None:
     console.print(f"  ... {outcome.correct} of {len(outcome.texts)} right\n", highlight=False)
 
 
-def _task(words: Any, worker: AnyWorker, config: WorkerConfig, tokens: int, questions: int) -> Task:
+def _task(words: Any, worker: Any, config: WorkerConfig, tokens: int, questions: int) -> Task:
     built = words.build_document(words.load_words(config.model), tokens, questions, SEED, "demo")
     document = worker.encode(built.text)
     return Task(document, [(fact.question, fact.answer) for fact in built.facts])
@@ -202,7 +201,9 @@ def _task(words: Any, worker: AnyWorker, config: WorkerConfig, tokens: int, ques
 def _task_module() -> Any:
     """models/corpus.py of the checkout, which makes documents with facts."""
     if not (CHECKOUT / "models" / "corpus.py").is_file():
-        raise ValueError("the demo's documents are made by models/corpus.py: run `make demo` in a checkout of the repository")
+        raise ValueError(
+            "the demo's documents are made by models/corpus.py: run `make demo` in a checkout of the repository"
+        )
     sys.path.insert(0, str(CHECKOUT))
     try:
         return importlib.import_module("models.corpus")
@@ -215,7 +216,12 @@ def _kv_bytes(config: WorkerConfig, tokens: int) -> int:
     from decode_worker.records import RecordFormat
 
     shape = Checkpoint.open(config.model).config
-    return tokens * shape.layers * shape.kv_heads * RecordFormat(shape.kv_heads, shape.head_dim, config.storage).record_bytes
+    return (
+        tokens
+        * shape.layers
+        * shape.kv_heads
+        * RecordFormat(shape.kv_heads, shape.head_dim, config.storage).record_bytes
+    )
 
 
 def _disk() -> str | None:

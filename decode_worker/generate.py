@@ -18,18 +18,20 @@ from kvstore_service.private import PrivateDaemon
 
 
 def run(config: WorkerConfig, prompt_file: Path, new_tokens: int, sampling: Sampling, private: bool) -> int:
-    """Prints text as it comes; returns the number of tokens. Raises ValueError, StoreError, CheckpointError, OSError."""
+    """Prints text as it comes; returns the number of tokens. Raises ValueError, StoreError, CheckpointError,
+    OSError."""
     text = _read_prompt(prompt_file)
     with contextlib.ExitStack() as stack:
         if private:
             data_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headgate-", dir="/var/tmp"))
             daemon = stack.enter_context(PrivateDaemon(data_dir))
-            config = replace(config, socket=daemon.socket, broker=daemon.broker)
+            config = replace(config, socket=Path(daemon.socket), broker=Path(daemon.broker))
         worker = stack.enter_context(contextlib.closing(Worker(config)))
         ids = worker.encode(text)
         if len(ids) + new_tokens > config.context:
             raise ValueError(
-                f"{len(ids)} prompt tokens + {new_tokens} new ones exceed --context {config.context}: raise it or shorten the text"
+                f"{len(ids)} prompt tokens + {new_tokens} new ones exceed --context {config.context}: "
+                "raise it or shorten the text"
             )
         return _stream(worker, ids, new_tokens, sampling)
 
@@ -39,7 +41,9 @@ def _stream(worker: Worker, ids: list[int], new_tokens: int, sampling: Sampling)
     count, pieces = 0, worker.text_stream()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         row = bar.add_task("prefill", total=None)
-        tokens = worker.generate(ids, new_tokens, sampling, lambda done, total: bar.update(row, completed=done, total=total))
+        tokens = worker.generate(
+            ids, new_tokens, sampling, lambda done, total: bar.update(row, completed=done, total=total)
+        )
         first = next(tokens, None)
     for token in itertools.chain([] if first is None else [first], tokens):
         count += 1

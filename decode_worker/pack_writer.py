@@ -16,14 +16,27 @@ from decode_worker.policy.plan import RUN_DTYPE
 from decode_worker.records import RecordFormat
 from decode_worker.retrieval.base import Retriever
 from decode_worker.transport import StagingRing, Transport
-from kvstore_service.client import PackImportance, PackRef, PackReservation, ReservedPack, StoreClient
+from kvstore_service.client import (
+    CommittedPack,
+    PackImportance,
+    PackReservation,
+    ReservedPack,
+    StoreClient,
+    StoreError,
+)
 
 
 @dataclass
 class PackDraft:
-    """A pack on its way into the store. One that exists already takes nothing."""
+    """A pack on its way into the store.
+
+    One that is stored already takes no records; if nobody has indexed it for this retriever, it still takes an index,
+    in the stored pack's order.
+    """
 
     reserved: ReservedPack
+    known: IndexedPack | None = None  # stored and indexed: nothing is left to do
+    stored_order: NDArray[np.uint16] | None = None  # stored, not indexed: [layers, H, n]
     orders: list[NDArray[np.uint16]] = field(default_factory=list)  # per layer [H, n]
     index_layers: list[Any] = field(default_factory=list)
 
@@ -52,36 +65,48 @@ class PackWriter:
     def reserve(self, session_id: str, reservations: Sequence[PackReservation]) -> list[PackDraft]:
         if not reservations:
             return []
-        self._staging = StagingRing(
-            self._transport, self._records.staged_bytes(max(r.tokens for r in reservations))
-        )
-        return [PackDraft(item) for item in self._client.reserve_pack(session_id, reservations)]
+        self._staging = StagingRing(self._transport, self._records.staged_bytes(max(r.tokens for r in reservations)))
+        return [self._draft(item) for item in self._client.reserve_pack(session_id, reservations)]
+
+    def _draft(self, reserved: ReservedPack) -> PackDraft:
+        if not reserved.exists:
+            return PackDraft(reserved)
+        known = self._catalogue.find(reserved.pack)
+        return PackDraft(reserved, known, None if known else self._client.get_map(reserved.pack))
 
     def store(
         self, draft: PackDraft, layer: int, keys: torch.Tensor, values: torch.Tensor, importance: torch.Tensor
     ) -> None:
         """Orders, indexes and stages one layer: K, V [n, H, d]; importance [H, n]. Layers come in order."""
-        if draft.reserved.exists:
+        if draft.known is not None:
             return
-        assert self._staging is not None
         rounded = self._records.rounded(keys)
-        heads, tokens = keys.shape[1], len(keys)
-        if self._clustered:
-            order = packing.clustered_order(rounded.transpose(0, 1), importance)
-        else:
-            order = packing.token_order(heads, tokens)
+        order = self._order(draft, layer, rounded, importance)
         draft.orders.append(order)
         draft.index_layers.append(self._retriever.build(layer, rounded.numpy(), order))
+        if not draft.reserved.exists:
+            self._stage(draft, layer, keys, values, order)
 
+    def _order(self, draft: PackDraft, layer: int, keys: torch.Tensor, importance: torch.Tensor) -> NDArray[np.uint16]:
+        if draft.stored_order is not None:
+            return draft.stored_order[layer]
+        if self._clustered:
+            return packing.clustered_order(keys.transpose(0, 1), importance)
+        return packing.token_order(keys.shape[1], len(keys))
+
+    def _stage(
+        self, draft: PackDraft, layer: int, keys: torch.Tensor, values: torch.Tensor, order: NDArray[np.uint16]
+    ) -> None:
         def fill(part: NDArray[np.uint8], offset: int) -> NDArray[np.void]:
-            runs = np.zeros(heads, dtype=RUN_DTYPE)
+            runs = np.zeros(len(order), dtype=RUN_DTYPE)
             runs["slot"] = draft.reserved.upload_id
-            runs["lane"] = range(heads)
-            for head in range(heads):
-                at = self._records.stage(part, head, keys[:, head], values[:, head], order[head])
+            runs["lane"] = range(len(order))
+            for head, records in enumerate(order):
+                at = self._records.stage(part, head, keys[:, head], values[:, head], records)
                 runs["arg"][head] = offset + at
             return runs
 
+        assert self._staging is not None, "reserve comes first"
         self._staging.store(layer, fill)
 
     def flush(self) -> None:
@@ -95,17 +120,10 @@ class PackWriter:
         committed = iter(self._client.commit_pack(session_id, mine) if mine else [])
         packs, fresh = [], []
         for draft in drafts:
-            if draft.reserved.exists:
-                packs.append(self._catalogue.get(draft.reserved.pack))
-                continue
-            result = next(committed)
-            if result.error is not None or result.pack is None:
-                raise result.error or RuntimeError("the store committed a pack without naming it")
-            if result.exists:
-                packs.append(self._catalogue.get(result.pack))
-            else:
-                fresh.append(self._indexed(draft, result.pack))
-                packs.append(fresh[-1])
+            pack = draft.known or self._committed(draft, None if draft.reserved.exists else next(committed))
+            if draft.known is None:
+                fresh.append(pack)
+            packs.append(pack)
         self._catalogue.publish(fresh)
         self._hint(session_id, packs)
         return packs
@@ -113,16 +131,27 @@ class PackWriter:
     def seal(self, session_id: str, draft: PackDraft) -> IndexedPack:
         """Commits a draft of the session's oldest tail tokens and appends it to the bound session."""
         if draft.reserved.upload_id is None:
-            return self._catalogue.get(self._client.seal_existing(session_id, draft.reserved.pack))
-        ref = self._client.seal_tail(session_id, draft.reserved.upload_id)
-        if ref.build != draft.reserved.pack.build:
-            return self._catalogue.get(ref)
-        pack = self._indexed(draft, ref)
-        self._catalogue.publish([pack])
+            ref = self._client.seal_existing(session_id, draft.reserved.pack)
+        else:
+            ref = self._client.seal_tail(session_id, draft.reserved.upload_id)
+        pack = draft.known or self._committed(draft, CommittedPack(ref, exists=ref.build != draft.reserved.pack.build))
+        if draft.known is None:
+            self._catalogue.publish([pack])
         return pack
 
-    def _indexed(self, draft: PackDraft, ref: PackRef) -> IndexedPack:
-        return IndexedPack(ref, np.stack(draft.orders), self._retriever.assemble(draft.index_layers))
+    def _committed(self, draft: PackDraft, result: CommittedPack | None) -> IndexedPack:
+        """The indexed pack of a draft; `result` is None for one that was stored already."""
+        index, order = self._retriever.assemble(draft.index_layers), np.stack(draft.orders)
+        if result is None:
+            return IndexedPack(draft.reserved.pack, order, index)
+        if result.pack is None:
+            raise result.error or StoreError("INTERNAL", "the store committed a pack without naming it")
+        if not result.exists:
+            return IndexedPack(result.pack, order, index)
+        # Another writer won: its records lie in another order, and so must our index.
+        theirs = self._client.get_map(result.pack)
+        record_of_token = order.argsort(axis=2)
+        return IndexedPack(result.pack, theirs, index.reordered(np.take_along_axis(record_of_token, theirs, axis=2)))
 
     def abort(self, drafts: Sequence[PackDraft]) -> None:
         self._client.abort_pack([d.reserved.upload_id for d in drafts if d.reserved.upload_id is not None])

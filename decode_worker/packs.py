@@ -39,28 +39,32 @@ class PackCatalogue:
         self._packs_max = packs_max
         self._packs: OrderedDict[tuple[bytes, bytes], IndexedPack] = OrderedDict()
 
-    def get(self, ref: PackRef) -> IndexedPack:
-        """From memory, else from the daemon. StoreError NOT_FOUND names a pack that nobody has indexed for this retriever."""
+    def find(self, ref: PackRef) -> IndexedPack | None:
+        """From memory, else from the daemon; None if nobody has indexed the pack for this retriever."""
         key = (ref.pack_id, ref.build)
         if key not in self._packs:
-            self._remember(self._load(ref))
+            blob = self._client.get_sidecar(self._sidecar_key(ref))
+            if blob is None:
+                return None
+            self._remember(IndexedPack(ref, self._client.get_map(ref), self._retriever.load(blob)))
         self._packs.move_to_end(key)
         return self._packs[key]
+
+    def get(self, ref: PackRef) -> IndexedPack:
+        """Like `find`, but a pack without an index is StoreError NOT_FOUND."""
+        found = self.find(ref)
+        if found is None:
+            name, kind = ref.pack_id.hex()[:16], self._retriever.name
+            raise StoreError(
+                "NOT_FOUND", f"pack {name} has no '{kind}' index: prefill its text once with this retriever"
+            )
+        return found
 
     def publish(self, packs: Sequence[IndexedPack]) -> None:
         """Keeps freshly committed packs and stores their indexes beside them."""
         for pack in packs:
             self._client.put_sidecar(self._sidecar_key(pack.ref), pack.index.save())
             self._remember(pack)
-
-    def _load(self, ref: PackRef) -> IndexedPack:
-        blob = self._client.get_sidecar(self._sidecar_key(ref))
-        if blob is None:
-            raise StoreError(
-                "NOT_FOUND",
-                f"pack {ref.pack_id.hex()[:16]} has no '{self._retriever.name}' index: prefill it once with this retriever",
-            )
-        return IndexedPack(ref, self._client.get_map(ref), self._retriever.load(blob))
 
     def _remember(self, pack: IndexedPack) -> None:
         self._packs[(pack.ref.pack_id, pack.ref.build)] = pack

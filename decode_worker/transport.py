@@ -30,7 +30,8 @@ DATA_LOSS = 15
 class Transport:
     """Registers with the daemon and maps what it shares. One thread uses it at a time.
 
-    `window` and `staging` are uint8 arrays over shared memory; `decode` is the ring of the decode steps, `bulk` the one of
+    `window` and `staging` are uint8 arrays over shared memory; `decode` is the ring of the decode steps, `bulk` the
+    one of
     restores and stores. After a RingTimeout everything is poisoned: close, and make a new Transport.
     """
 
@@ -59,20 +60,37 @@ class Transport:
         self.window = np.frombuffer(self._window_map, dtype=np.uint8)
         self.staging = np.frombuffer(self._staging_map, dtype=np.uint8)
         self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
+        self._posted: deque[int] = deque()  # bulk tickets that nobody has collected
         memory.close()
 
-    def run(self, tickets: Iterable[Ticket]) -> None:
-        """Posts bulk tickets as credit allows and returns when all are done. Raises StoreError on the first failed run."""
-        pending: deque[int] = deque()
-        for ticket in tickets:
-            if len(pending) == self.bulk.tickets:
-                self._collect(pending.popleft())
-            pending.append(self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs))
-        while pending:
-            self._collect(pending.popleft())
+    def require_alive(self) -> None:
+        """Raises RingPoisoned after a RingTimeout, whichever ring it was."""
+        if self.decode.poisoned or self.bulk.poisoned:
+            raise _native.RingPoisoned("the store missed a deadline: this worker is finished, make a new one")
 
-    def _collect(self, seq: int) -> None:
-        raise_for_status(self.bulk.wait(seq, self.wait_us))
+    def run(self, tickets: Iterable[Ticket]) -> None:
+        """Posts bulk tickets as credit allows and returns when all are done. Raises StoreError on the first failed
+        run."""
+        self.settle()
+        for ticket in tickets:
+            self.post(ticket)
+        while self._posted:
+            self.collect()
+
+    def post(self, ticket: Ticket) -> None:
+        """Posts one bulk ticket; collects the oldest first if the ring is full."""
+        if len(self._posted) == self.bulk.tickets:
+            self.collect()
+        self._posted.append(self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs))
+
+    def collect(self) -> None:
+        """Returns when the oldest bulk ticket is done. StoreError if a run of it failed."""
+        raise_for_status(self.bulk.wait(self._posted.popleft(), self.wait_us))
+
+    def settle(self) -> None:
+        """Waits for bulk tickets that a failed call left behind, whatever became of them."""
+        while self._posted:
+            self.bulk.wait(self._posted.popleft(), self.wait_us)
 
     def release(self, offset: int, size: int) -> None:
         """Gives the pages of a part of the window back to the system (its content becomes zero)."""
@@ -105,6 +123,7 @@ class StagingRing:
     """The staging memory as a ring of equal parts, one for each STORE ticket in flight."""
 
     def __init__(self, transport: Transport, part_bytes: int) -> None:
+        transport.settle()
         self._transport = transport
         self._part_bytes = -(-part_bytes // 64) * 64
         parts = min(len(transport.staging) // self._part_bytes, transport.bulk.tickets)
@@ -114,26 +133,24 @@ class StagingRing:
                 "raise staging_bytes or lower pack_tokens"
             )
         self._free = deque(range(parts))
-        self._pending: deque[tuple[int, int]] = deque()
+        self._in_use: deque[int] = deque()  # parts in the order of their tickets
 
-    def store(
-        self, layer: int, fill: Callable[[NDArray[np.uint8], int], NDArray[np.void]]
-    ) -> None:
-        """Posts one STORE ticket: `fill(part, offset)` writes the part (at `offset` of the staging memory) and returns its runs."""
+    def store(self, layer: int, fill: Callable[[NDArray[np.uint8], int], NDArray[np.void]]) -> None:
+        """Posts one STORE ticket: `fill(part, offset)` writes the part (at `offset` of the staging memory) and
+        returns its runs."""
         if not self._free:
             self._collect()
         part = self._free.popleft()
         offset = part * self._part_bytes
         runs = fill(self._transport.staging[offset : offset + self._part_bytes], offset)
-        seq = self._transport.bulk.post(_native.OP_STORE, 0, layer, runs, NO_PAIRS)
-        self._pending.append((seq, part))
+        self._transport.post(Ticket(_native.OP_STORE, layer, runs, NO_PAIRS))
+        self._in_use.append(part)
 
     def flush(self) -> None:
         """Returns when every posted STORE is acknowledged."""
-        while self._pending:
+        while self._in_use:
             self._collect()
 
     def _collect(self) -> None:
-        seq, part = self._pending.popleft()
-        raise_for_status(self._transport.bulk.wait(seq, self._transport.wait_us))
-        self._free.append(part)
+        self._transport.collect()
+        self._free.append(self._in_use.popleft())

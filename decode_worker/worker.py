@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
@@ -24,7 +25,8 @@ class PrefillReport:
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids of one answer, and what its decode steps cost. Bytes and records are the daemon's counts during the steps."""
+    """Token ids of one answer, and what its decode steps cost. Bytes and records are the daemon's counts during the
+    steps."""
 
     tokens: list[int]
     steps: int
@@ -61,7 +63,7 @@ class Worker:
         """(done, total) of the prefill under way; may be asked from another thread."""
         return self._progress
 
-    def reconfigure(self, **changes: object) -> None:
+    def reconfigure(self, **changes: Any) -> None:
         """Replaces the engine by one with other settings (policy, retriever, budget, ...); the model stays loaded."""
         config, model = self._engine.config, self._engine.model
         self._engine.close()
@@ -133,7 +135,11 @@ class Worker:
         return self._footprint
 
     def generate(
-        self, ids: Sequence[int], new_tokens: int, sampling: Sampling, progress: Callable[[int, int], None] | None = None
+        self,
+        ids: Sequence[int],
+        new_tokens: int,
+        sampling: Sampling,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[int]:
         """Prefills a prompt and yields its continuation until `new_tokens` or an end-of-sequence token."""
         session, logits = self._engine.prefill(ids, progress)

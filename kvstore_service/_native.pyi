@@ -93,17 +93,21 @@ class DataPlane:
 
     # packs
     def create_upload(self, path: str, spec: PackSpec) -> int:
-        """A new file at `path` (must not exist; O_DIRECT) that STORE runs of the owning worker fill. Returns its id (u32).
+        """A new file at `path` (must not exist; O_DIRECT) that STORE runs of the owning worker fill. Returns its id
+        (u32).
 
-        A STORE run is OK when its blocks are written (volatile); they are durable after `finish_upload`. Kind 0 brings its
-        u16 map behind the records; other kinds have none. A block of nothing but zeros is refused (INVALID_ARGUMENT): it
+        A STORE run is OK when its blocks are written (volatile); they are durable after `finish_upload`. Kind 0
+        brings its
+        u16 map behind the records; other kinds have none. A block of nothing but zeros is refused (INVALID_ARGUMENT):
+        it
         could not be told from a lost write. The caller makes the directory entry durable (fsync of the directory)."""
     def upload_missing(self, upload: int) -> int:
         """Number of segments that no STORE has filled yet."""
     def finish_upload(self, upload: int) -> None:
         """Writes map and CRC table, then the header, each made durable with fdatasync before the next.
 
-        FAILED_PRECONDITION while a segment is missing; INVALID_ARGUMENT if a map is no permutation. The upload ends either way
+        FAILED_PRECONDITION while a segment is missing; INVALID_ARGUMENT if a map is no permutation. The upload ends
+        either way
         only on success; after an error call `abort_upload`."""
     def abort_upload(self, upload: int) -> None:
         """Waits for the upload's I/O in flight, closes and unlinks its file."""
@@ -119,14 +123,16 @@ class DataPlane:
     def verify_pack(self, pack: int) -> list[int]:
         """Reads every block from disk and returns the numbers of those whose CRC is wrong."""
     def warm(self, pack: int, hot_records: NDArray[np.uint32]) -> None:
-        """Queues the reading of the first hot_records[layer, lane] records of each segment of kind 0 into free or colder
+        """Queues the reading of the first hot_records[layer, lane] records of each segment of kind 0 into free or
+        colder
         frames, in the background, weighted against eviction; returns at once."""
 
     # workers
     def add_worker(self, window_fd: int, window_bytes: int, staging_fd: int, staging_bytes: int, slots: int) -> int:
         """Maps a worker's memory (fds are duplicated). Returns the worker's id."""
     def add_ring(self, worker: int, requests_fd: int, completions_fd: int, geometry: RingGeometry) -> int:
-        """Formats both headers and serves the ring from one of the copy threads. Returns the ring's index in the worker."""
+        """Formats both headers and serves the ring from one of the copy threads. Returns the ring's index in the
+        worker."""
     def remove_worker(self, worker: int) -> None:
         """Poisons its rings, waits until nothing can store into its memory, unmaps, unbinds, aborts its uploads."""
     def own_upload(self, worker: int, upload: int) -> None:
@@ -134,10 +140,12 @@ class DataPlane:
     def bind(self, worker: int, slot: int, packs: Sequence[int], windows: NDArray[np.uint64], record_bytes: int) -> int:
         """Binds a free slot to packs (record ids continue from pack to pack) and window places.
 
-        windows: uint64[layers, lanes, 2] = (byte offset of place 0 in the window, number of places), for kind 0; checked
+        windows: uint64[layers, lanes, 2] = (byte offset of place 0 in the window, number of places), for kind 0;
+        checked
         against the window's size. All packs share layers, kinds and fingerprint. Returns the slot's new epoch (u32)."""
     def extend(self, worker: int, slot: int, pack: int) -> int:
-        """Appends a pack to a bound slot (a sealed tail); its epoch stays. Returns the session's new number of records."""
+        """Appends a pack to a bound slot (a sealed tail); its epoch stays. Returns the session's new number of
+        records."""
     def unbind(self, worker: int, slot: int) -> None:
         """Returns only when no ticket or copy of the slot's epoch can still store."""
 
@@ -145,7 +153,8 @@ class DataPlane:
     def stats(self) -> dict[str, int]:
         """Counters since the start: tickets, runs, runs_ok, runs_error, runs_stale, records_copied, bytes_copied,
         extent_hits, extent_misses, nvme_read_bytes, nvme_read_ops, nvme_write_bytes, crc_errors, frames, frames_used,
-        frame_bytes, evictions, promotes_dropped, packs_open, uploads_open, workers, rings, bound_slots, wakes, sleeps, store_bytes,
+        frame_bytes, evictions, promotes_dropped, packs_open, uploads_open, workers, rings, bound_slots, wakes,
+        sleeps, store_bytes,
         warm_bytes (read ahead by `warm`, part of nvme_read_bytes)."""
     def drain_trace(self) -> NDArray[np.uint64]:
         """Copy times of tickets since the last call (a bounded ring of the latest 4096), uint64[n, 6]:
@@ -159,7 +168,9 @@ class DataPlane:
         reorder: bool = False,
         seed: int = 0,
     ) -> None:
-        """For tests: stop the copy threads' serving (no tickets, copies or heartbeats, as if the daemon were stopped; they still
+        """For tests: stop the copy threads' serving (no tickets, copies or heartbeats, as if the daemon were stopped;
+        they still
         run commands such as remove_worker), delay each run before
-        its first copy (exactly delay_us, or uniformly up to it), end every n-th run in ERROR/INTERNAL after half of its copies,
+        its first copy (exactly delay_us, or uniformly up to it), end every n-th run in ERROR/INTERNAL after half of
+        its copies,
         complete runs of a ticket in random order."""

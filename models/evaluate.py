@@ -3,16 +3,17 @@
     python -m models.evaluate --context 8192 --facts 64 --documents 2
 
 The document is prefilled once; all its questions are then answered on that prefix.  `--budget`
-limits every layer but the first to the keys that an exact top-k would choose.
+limits every layer but the first to the keys that an exact top-k would choose; several budgets
+share the prefill.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import tokenizers
@@ -131,27 +132,53 @@ class Accuracy:
     right: int
     asked: int
     similarity: Tensor  # [layer, query head, step pair], mean over the questions
-    seconds: float
 
 
-def evaluate(
+def ask(
     network: Network,
     tokenizer: tokenizers.Tokenizer,
-    document: corpus.Document,
+    prefix: Prefix,
+    facts: list[corpus.Fact],
     budget: float = 1.0,
     pool: str = "max",
 ) -> Accuracy:
-    """Ask for every fact of a document."""
-    began = time.monotonic()
-    prefix = prefill(network, torch.tensor(tokenizer.encode(document.text).ids))
-    asked = torch.tensor([tokenizer.encode(fact.question).ids for fact in document.facts])
-    truth = torch.tensor([tokenizer.encode(fact.answer).ids for fact in document.facts])
+    """Ask for every fact of a prefilled document."""
+    asked = torch.tensor([tokenizer.encode(fact.question).ids for fact in facts])
+    truth = torch.tensor([tokenizer.encode(fact.answer).ids for fact in facts])
     right, similarity = 0, torch.zeros(())
     for part in torch.arange(len(asked)).split(QUESTIONS_AT_ONCE):
         decoder = Decoder(network, prefix, budget, pool)
         right += int((answers(decoder, asked[part]) == truth[part]).all(-1).sum())
         similarity = similarity + decoder.similarity() * (len(part) / len(asked))
-    return Accuracy(right, len(asked), similarity, time.monotonic() - began)
+    return Accuracy(right, len(asked), similarity)
+
+
+def report(args: argparse.Namespace, budget: float, parts: list[Accuracy]) -> dict[str, Any]:
+    """One budget's result over all documents."""
+    right, asked = sum(part.right for part in parts), sum(part.asked for part in parts)
+    cosines = torch.stack([part.similarity for part in parts]).mean((0, -1))
+    return {
+        "context": args.context,
+        "split": args.split,
+        "documents": args.documents,
+        "budget": budget,
+        "pool": args.pool,
+        "right": right,
+        "asked": asked,
+        "accuracy": right / asked,
+        "adjacent_query_cosine": [[round(c, 3) for c in layer] for layer in cosines.tolist()],
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    keys = "all keys" if result["budget"] == 1 else f"{result['budget']:.2%} of the keys"
+    print(
+        f"{result['context']} tokens, {result['split']}, {keys}:"
+        f" {result['right']}/{result['asked']} = {result['accuracy']:.1%}"
+    )
+    for layer, row in enumerate(result["adjacent_query_cosine"]):
+        heads = "  ".join(f"{cosine:6.3f}" for cosine in row)
+        print(f"  layer {layer}: cosine of adjacent queries by head  {heads}")
 
 
 def main() -> None:
@@ -162,50 +189,27 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--split", choices=("eval", "demo"), default="eval")
     parser.add_argument("--seed", type=int, default=0, help="of the first document")
-    parser.add_argument("--budget", type=float, default=1.0, help="share of keys, exact top-k")
+    parser.add_argument("--budget", type=float, nargs="+", default=[1.0], help="shares of the keys")
     parser.add_argument("--pool", choices=("max", "sum"), default="max", help="over a query group")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
-    if not 0 < args.budget <= 1:
-        parser.error(f"--budget {args.budget} is not a share: give more than 0, at most 1")
+    for budget in args.budget:
+        if not 0 < budget <= 1:
+            parser.error(f"--budget {budget} is not a share: give more than 0, at most 1")
     torch.set_num_threads(args.threads)
     network, tokenizer = load(args.model)
     words = corpus.load_words(args.model)
-    results = [
-        evaluate(
-            network,
-            tokenizer,
-            corpus.build_document(words, args.context - ROOM, args.facts, seed, args.split),
-            args.budget,
-            args.pool,
-        )
-        for seed in range(args.seed, args.seed + args.documents)
-    ]
-    right, asked = sum(r.right for r in results), sum(r.asked for r in results)
-    similarity = torch.stack([r.similarity for r in results]).mean((0, -1))
-    report = {
-        "context": args.context,
-        "split": args.split,
-        "budget": args.budget,
-        "pool": args.pool,
-        "right": right,
-        "asked": asked,
-        "accuracy": right / asked,
-        "adjacent_query_cosine": [[round(c, 3) for c in row] for row in similarity.tolist()],
-        "seconds": round(sum(r.seconds for r in results), 1),
-    }
-    if args.json:
-        print(json.dumps(report))
-        return
-    print(
-        f"{args.context} tokens, {args.split}, {args.documents} x {args.facts} facts,"
-        f" budget {args.budget:g}: {right}/{asked} = {right / asked:.1%}"
-        f"  ({report['seconds']} s)"
-    )
-    for layer, row in enumerate(report["adjacent_query_cosine"]):
-        heads = "  ".join(f"{cosine:6.3f}" for cosine in row)
-        print(f"  layer {layer}: cosine of adjacent queries by head  {heads}")
+    parts: dict[float, list[Accuracy]] = {budget: [] for budget in args.budget}
+    for seed in range(args.seed, args.seed + args.documents):
+        tokens = args.context - ROOM
+        document = corpus.build_document(words, tokens, args.facts, seed, args.split)
+        prefix = prefill(network, torch.tensor(tokenizer.encode(document.text).ids))
+        for budget, results in parts.items():
+            results.append(ask(network, tokenizer, prefix, document.facts, budget, args.pool))
+    for budget, results in parts.items():
+        row = report(args, budget, results)
+        print(json.dumps(row)) if args.json else show(row)
 
 
 if __name__ == "__main__":

@@ -125,9 +125,7 @@ class ModelCheckError(RuntimeError):
 
 def _run(command: list[str], directory: str) -> str:
     try:
-        done = subprocess.run(
-            command, cwd=directory, capture_output=True, text=True, timeout=SECONDS_MAX
-        )
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=SECONDS_MAX)
     except subprocess.TimeoutExpired as error:
         raise ModelCheckError(f"{command[0]} took more than {SECONDS_MAX} s") from error
     output = done.stdout + done.stderr

@@ -45,5 +45,11 @@ class Daemon(PrivateDaemon):
         answer = self.read_line(10.0)
         assert answer == "ok", answer
 
+    def drain_trace(self) -> list[list[int]]:
+        """DataPlane.drain_trace in the daemon's process. Needs faulty=True."""
+        self.send_line(json.dumps("trace"))
+        rows: list[list[int]] = json.loads(self.read_line(10.0))
+        return rows
+
     def open_descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))

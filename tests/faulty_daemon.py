@@ -1,4 +1,7 @@
-"""kvstored with a lever: reads JSON lines from stdin, passes them to DataPlane.set_faults, answers `ok`."""
+"""kvstored with a lever: reads JSON lines from stdin.
+
+An object goes to DataPlane.set_faults and is answered with `ok`; "trace" with the rows of DataPlane.drain_trace.
+"""
 
 import json
 import sys
@@ -17,7 +20,11 @@ def faulty(config: Config) -> Daemon:
 def _obey(daemon: Daemon) -> None:
     for line in sys.stdin:
         try:
-            daemon.data_plane.set_faults(**json.loads(line))
+            message = json.loads(line)
+            if message == "trace":
+                print(json.dumps(daemon.data_plane.drain_trace().tolist()), flush=True)
+                continue
+            daemon.data_plane.set_faults(**message)
             print("ok", flush=True)
         except (TypeError, ValueError) as error:
             print(f"refused: {error}", flush=True)

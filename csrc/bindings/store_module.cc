@@ -242,8 +242,6 @@ NB_MODULE(_native, m) {
   bind_shapes(m);
   bind_policy(m);
   bind_data_plane(m);
-  m.def(
-      "crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
-  m.def(
-      "crc32c_portable", [](nb::bytes data) { return crc32c_portable(0, data.c_str(), data.size()); }, "data"_a);
+  m.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
+  m.def("crc32c_portable", [](nb::bytes data) { return crc32c_portable(0, data.c_str(), data.size()); }, "data"_a);
 }

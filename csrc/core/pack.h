@@ -58,7 +58,7 @@ inline constexpr uint32_t records_per_block(uint32_t record_bytes) { return kBlo
 
 // Where one record lies: no record straddles a block.
 struct RecordPlace {
-  uint32_t block;  // within the segment
+  uint32_t block;   // within the segment
   uint32_t offset;  // within the block, bytes
 };
 inline constexpr RecordPlace place_of_record(uint32_t index, uint32_t record_bytes) {

@@ -1,7 +1,8 @@
 // The ring between one producer (worker) and the daemon: two shared memories, each written by one side only.
 //
-//   requests     RequestsHeader | Ticket[tickets] | Run[tickets][runs_max] | Pair[tickets][pairs_max]   the worker writes
-//   completions  CompletionsHeader | Cell[tickets][runs_max]                                            the daemon writes
+//   requests     RequestsHeader | Ticket[tickets] | Run[tickets][runs_max] | Pair[tickets][pairs_max]   the worker
+//   writes completions  CompletionsHeader | Cell[tickets][runs_max]                                            the
+//   daemon writes
 //
 // csrc/model/README.md holds the order of operations and the memory orders; the models beside it verify them.
 #pragma once
@@ -21,14 +22,24 @@ inline constexpr uint32_t kPairsMax = 1u << 24;
 
 // GATHER pairs -> places. RANGE contiguous records -> contiguous places (dense restore): first_pair is the first
 // record, pair_count the number of records, arg the first place. STORE one staged segment -> an upload: slot is the
-// upload, arg the offset in the staging memory of [records dense][u16 map]. PROMOTE a hint without an answer.
+// upload, arg the offset in the staging memory of [records dense][u16 map, kind 0 only]; OK means written, durable is
+// what finish_upload makes it. PROMOTE a hint without an answer: read ahead. CANCEL gives up the open runs of ticket
+// arg.
 enum class Op : uint16_t { kGather = 1, kRange = 2, kStore = 3, kPromote = 4, kCancel = 5 };
 
 enum class Status : uint32_t { kNone = 0, kOk = 1, kMiss = 2, kError = 3, kStale = 4, kPoison = 5 };
 
 // Why a run ended in ERROR (Cell::aux); the numbers are gRPC's.
-enum class Fault : uint32_t { kNone = 0, kInvalidArgument = 3, kNotFound = 5, kFailedPrecondition = 9, kAborted = 10,
-                              kInternal = 13, kUnavailable = 14, kDataLoss = 15 };
+enum class Fault : uint32_t {
+  kNone = 0,
+  kInvalidArgument = 3,
+  kNotFound = 5,
+  kFailedPrecondition = 9,
+  kAborted = 10,
+  kInternal = 13,
+  kUnavailable = 14,
+  kDataLoss = 15
+};
 
 struct RingGeometry {
   uint32_t tickets;    // N, a power of two
@@ -53,10 +64,10 @@ struct CompletionsHeader {
   RingGeometry geometry;
   uint64_t epoch;
   alignas(64) std::atomic<uint64_t> poison;
-  alignas(64) std::atomic<uint32_t> bell;    // the daemon rings it; the worker sleeps on it
-  alignas(64) std::atomic<uint32_t> asleep;  // the daemon sleeps (on RequestsHeader::bell)
-  alignas(64) std::atomic<uint64_t> consumed;   // every run of every ticket <= consumed is terminal
-  std::atomic<uint64_t> heartbeat;              // CLOCK_MONOTONIC, ns
+  alignas(64) std::atomic<uint32_t> bell;      // the daemon rings it; the worker sleeps on it
+  alignas(64) std::atomic<uint32_t> asleep;    // the daemon sleeps (on RequestsHeader::bell)
+  alignas(64) std::atomic<uint64_t> consumed;  // every run of every ticket <= consumed is terminal
+  std::atomic<uint64_t> heartbeat;             // CLOCK_MONOTONIC, ns
 };
 static_assert(sizeof(CompletionsHeader) == 320);
 
@@ -111,7 +122,7 @@ struct RingLayout {
   }
   constexpr uint64_t requests_bytes() const {
     return page(sizeof(RequestsHeader) + uint64_t{g.tickets} * (sizeof(Ticket) + uint64_t{g.runs_max} * sizeof(Run) +
-                                                               uint64_t{g.pairs_max} * sizeof(Pair)));
+                                                                uint64_t{g.pairs_max} * sizeof(Pair)));
   }
   constexpr uint64_t cell_off(uint64_t seq, uint32_t run) const {
     return sizeof(CompletionsHeader) + (index(seq) * g.runs_max + run) * sizeof(Cell);

@@ -28,8 +28,7 @@ CopyEngine::CopyEngine(EngineOptions options, Frames& frames, Counters& counters
       gather_(frames, io_, counters),
       store_(io_, counters),
       ahead_(frames, gather_, counters, std::max(1u, options.io_depth / 4)) {
-  std::span<uint8_t> regions[] = {store_.memory()};
-  io_.register_memory(regions);
+  io_.register_memory(store_.memory());
   thread_ = std::thread([this] { loop(); });
 }
 

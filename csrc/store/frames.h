@@ -48,7 +48,6 @@ class Frames {
   uint32_t extent_blocks() const { return extent_blocks_; }
   uint32_t frame_bytes() const { return extent_blocks_ * kBlockBytes; }
   uint8_t* address(uint32_t frame) const { return memory_ + uint64_t{frame} * frame_bytes(); }
-  std::span<uint8_t> memory() const { return {memory_, uint64_t{count_} * frame_bytes()}; }
 
   // Pins the longest prefix of `uses` for which there are frames; returns its length.
   size_t acquire(std::span<ExtentUse> uses);

@@ -2,13 +2,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <string>
 
 #include "core/pack.h"
 #include "store/error.h"
 
 namespace headgate {
 namespace {
-constexpr uint64_t kRegionBytesMax = 1 << 30;  // the kernel's limit for one registered buffer
 constexpr uint32_t kRetriesMax = 1000;
 }  // namespace
 
@@ -22,11 +23,9 @@ IoEngine::IoEngine(unsigned depth) : depth_(depth) {
 
 IoEngine::~IoEngine() { io_uring_queue_exit(&ring_); }
 
-void IoEngine::register_memory(std::span<const std::span<uint8_t>> regions) {
-  for (std::span<uint8_t> region : regions)
-    for (uint64_t at = 0; at < region.size(); at += kRegionBytesMax)
-      registered_.push_back({region.data() + at, std::min<uint64_t>(kRegionBytesMax, region.size() - at)});
-  if (io_uring_register_buffers(&ring_, registered_.data(), unsigned(registered_.size())) != 0) registered_.clear();
+void IoEngine::register_memory(std::span<uint8_t> region) {
+  iovec pages{region.data(), region.size()};
+  if (io_uring_register_buffers(&ring_, &pages, 1) == 0) registered_ = region;
 }
 
 void IoEngine::collect(const Io& request, bool background) {
@@ -76,11 +75,10 @@ void IoEngine::prepare(Io& io) {
   uint8_t* at = io.buffer + io.done;
   uint32_t bytes = io.bytes - io.done;
   uint64_t offset = io.offset + io.done;
-  int index = registered_index(io);
-  if (index >= 0 && io.write) {
-    io_uring_prep_write_fixed(sqe, io.fd, at, bytes, offset, index);
-  } else if (index >= 0) {
-    io_uring_prep_read_fixed(sqe, io.fd, at, bytes, offset, index);
+  if (registered(io) && io.write) {
+    io_uring_prep_write_fixed(sqe, io.fd, at, bytes, offset, 0);
+  } else if (registered(io)) {
+    io_uring_prep_read_fixed(sqe, io.fd, at, bytes, offset, 0);
   } else if (io.write) {
     io_uring_prep_write(sqe, io.fd, at, bytes, offset);
   } else {
@@ -89,12 +87,8 @@ void IoEngine::prepare(Io& io) {
   io_uring_sqe_set_data(sqe, &io);
 }
 
-int IoEngine::registered_index(const Io& io) const {
-  for (size_t i = 0; i < registered_.size(); ++i) {
-    const uint8_t* base = static_cast<const uint8_t*>(registered_[i].iov_base);
-    if (io.buffer >= base && io.buffer + io.bytes <= base + registered_[i].iov_len) return int(i);
-  }
-  return -1;
+bool IoEngine::registered(const Io& io) const {
+  return io.buffer >= registered_.data() && io.buffer + io.bytes <= registered_.data() + registered_.size();
 }
 
 }  // namespace headgate

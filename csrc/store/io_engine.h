@@ -42,7 +42,9 @@ class IoEngine {
   IoEngine& operator=(const IoEngine&) = delete;
 
   // Lets the kernel keep these pages mapped; requests outside them, or all if a limit forbids it, go the ordinary way.
-  void register_memory(std::span<const std::span<uint8_t>> regions);
+  // At most 1 GiB. Frames are not registered: that would touch all of dram_bytes at start, seconds per GiB, and huge
+  // pages make it no faster afterwards.
+  void register_memory(std::span<uint8_t> region);
 
   // Queues a request; a background one is submitted only when no other waits and few are in flight.
   void collect(const Io& request, bool background);
@@ -75,7 +77,7 @@ class IoEngine {
  private:
   bool settle(Io& io, int result, int& error);
   void prepare(Io& io);
-  int registered_index(const Io& io) const;
+  bool registered(const Io& io) const;
 
   io_uring ring_;
   const unsigned depth_;
@@ -84,7 +86,7 @@ class IoEngine {
   std::vector<Io*> free_;
   std::deque<Io*> queue_;
   std::deque<Io*> background_;
-  std::vector<iovec> registered_;
+  std::span<uint8_t> registered_;
 };
 
 }  // namespace headgate

@@ -100,7 +100,8 @@ class Engine:
     # --- sessions ---
 
     def prefill(self, ids: Sequence[int], progress: Progress | None = None) -> tuple[Session, torch.Tensor]:
-        """Computes and stores a prompt, binds a slot. Returns the session and float32 logits [vocab] after the last token."""
+        """Computes and stores a prompt, binds a slot. Returns the session and float32 logits [vocab] after the last
+        token."""
         self._check_prompt(ids)
         session = self._open()
         try:
@@ -116,7 +117,8 @@ class Engine:
         return session, prefilled.logits
 
     def attach(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
-        """Binds a slot to the longest stored prefix of `ids`, without copying. Returns the session and the ids it lacks.
+        """Binds a slot to the longest stored prefix of `ids`, without copying. Returns the session and the ids it
+        lacks.
 
         At least one id is always left, because logits come from a step.
         """
@@ -150,6 +152,7 @@ class Engine:
         logits = self.loop.step([session.slot for session in sessions], tokens, positions)
         for session, token in zip(sessions, tokens, strict=True):
             session.tokens.append(token)
+        for session in sessions:
             if self.policy.wants_seal(session.slot, session.position - 1):
                 self._seal(session)
         return logits
@@ -244,9 +247,7 @@ class Engine:
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
         if len(ids) > self.config.context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, more than context={self.config.context}: raise it"
-            )
+            raise ValueError(f"the prompt has {len(ids)} tokens, more than context={self.config.context}: raise it")
 
 
 def _power_of_two(n: int) -> int:

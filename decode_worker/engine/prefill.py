@@ -6,6 +6,7 @@ whole cache. The daemon writes the packs of layer l while layer l+1 computes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from decode_worker.model.attention import causal_attention
 from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import PackDraft, PackWriter
 from decode_worker.packs import IndexedPack
+from kvstore_service.client import StoreError
 
 CHUNK_TOKENS = 1024
 IMPORTANCE_QUERIES = 32
@@ -25,7 +27,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Prefilled:
-    """A computed prompt: what is stored, the logits after its last token, and what the first decode step starts from."""
+    """A computed prompt: what is stored, the logits after its last token, and what the first decode step starts
+    from."""
 
     packs: list[IndexedPack]
     logits: torch.Tensor  # float32 [vocab]
@@ -52,7 +55,8 @@ class Prefill:
             self._writer.flush()
             prefilled.packs = self._writer.commit(session_id, drafts)
         except BaseException:
-            self._writer.abort(drafts)
+            with contextlib.suppress(StoreError):  # the error under way matters more
+                self._writer.abort(drafts)
             raise
         return prefilled
 

@@ -5,6 +5,7 @@ No RPC happens here and nothing is allocated in shared memory: a miss posts a ti
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -55,8 +56,17 @@ class DecodeLoop:
     def step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Processes one token of each slot; returns logits float32 [B, vocab].
 
-        Raises StoreError (DATA_LOSS: a stored block failed its checksum), RingTimeout (the daemon is gone).
+        Raises StoreError (DATA_LOSS: a stored block failed its checksum), after which the same step may be tried again;
+        RingTimeout (the daemon is gone), and from then on RingPoisoned.
         """
+        self._transport.require_alive()
+        try:
+            return self._compute(slots, tokens, positions)
+        except BaseException:
+            self._settle_posted()
+            raise
+
+    def _compute(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         model = self._model
         at = torch.tensor(positions)
         active, where = np.asarray(slots, dtype=np.int32), np.asarray(positions, dtype=np.int32)
@@ -97,6 +107,13 @@ class DecodeLoop:
         if not usable or self._stale_fails or DATA_LOSS in statuses[:, 1]:
             raise_for_status(statuses)
         self.spent_ns["wait"] += time.monotonic_ns() - started
+
+    def _settle_posted(self) -> None:
+        """A failed step leaves no ticket behind: its places could not be used again before the ticket has ended."""
+        while self._pending:
+            layer, seq = self._pending.popitem()
+            with contextlib.suppress(_native.RingError):  # poisoned: nothing is used again
+                self._policy.settle(layer, self._transport.decode.wait(seq, self._transport.wait_us))
 
     def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Writes K, V [B, H, d] of the present step's tokens to their places."""

@@ -39,6 +39,11 @@ class PackIndex:
     def index_bytes(self) -> int:
         return self.data.nbytes
 
+    def reordered(self, records: NDArray[np.integer[Any]]) -> PackIndex:
+        """The same index with record i taken from records[layer, head, i]."""
+        layers, heads = np.ogrid[: records.shape[0], : records.shape[1]]
+        return PackIndex(self.parameters, self.data[layers[..., None], heads[..., None], records])
+
     def save(self) -> bytes:
         """The sidecar: header, the array in NumPy's format, CRC-32 of both."""
         body = io.BytesIO()

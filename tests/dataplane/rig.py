@@ -40,7 +40,12 @@ def run(slot: int, epoch: int, **fields: int) -> NDArray[np.void]:
 
 
 def spec(
-    rng: np.random.Generator, layers: int, lanes: int, record_bytes: int, tokens: int, extent_blocks: int = 4
+    rng: np.random.Generator,
+    layers: int,
+    lanes: int,
+    record_bytes: int,
+    tokens: int,
+    extent_blocks: int = 4,
 ) -> store_native.PackSpec:
     return store_native.PackSpec(
         pack_id=rng.bytes(32),
@@ -101,7 +106,10 @@ class Rig:
 
     def ring_memory(self) -> tuple[int, int]:
         g = self.geometry
-        requests, completions = memfd("requests", g.requests_bytes), memfd("completions", g.completions_bytes)
+        requests, completions = (
+            memfd("requests", g.requests_bytes),
+            memfd("completions", g.completions_bytes),
+        )
         self.plane.add_ring(self.worker, requests, completions, g)
         return requests, completions
 
@@ -131,7 +139,12 @@ class Rig:
         return tuple(self.ask(worker_native.OP_STORE, layer, run(upload, 0, lane=lane, kind=kind))[0])
 
     def make_pack(
-        self, rng: np.random.Generator, layers: int = 2, lanes: int = 2, record_bytes: int = 512, tokens: int = 512
+        self,
+        rng: np.random.Generator,
+        layers: int = 2,
+        lanes: int = 2,
+        record_bytes: int = 512,
+        tokens: int = 512,
     ) -> Pack:
         """A random pack, stored through the ring, finished and opened."""
         self.opened += 1

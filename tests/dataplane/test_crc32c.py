@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from kvstore_service import _native
 
 
@@ -14,7 +15,13 @@ def crc32c_plain(data: bytes) -> int:
 
 @pytest.mark.parametrize(
     ("data", "value"),
-    [(b"", 0), (b"123456789", 0xE3069283), (bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43), (bytes(range(32)), 0x46DD794E)],
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+    ],
 )
 def test_known_vectors(data, value):
     assert _native.crc32c(data) == _native.crc32c_portable(data) == crc32c_plain(data) == value

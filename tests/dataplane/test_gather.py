@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from rig import ABORTED, CANARY, ERROR, INTERNAL, OK, STALE, Rig, all_records, run, until
+
 from decode_worker._native import OP_CANCEL, OP_GATHER, OP_PROMOTE, OP_RANGE
 from kvstore_service._native import NativeError
 
@@ -86,9 +87,28 @@ def test_injected_failure_is_an_error_and_half_done(directory, rng):
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
         rig.plane.set_faults(fail_every=3)
-        runs = np.concatenate([run(0, epoch, lane=i % 2, pair_count=128, first_pair=128 * (i % 4), arg=128 * (i % 4)) for i in range(6)])
+        runs = np.concatenate(
+            [
+                run(
+                    0,
+                    epoch,
+                    lane=i % 2,
+                    pair_count=128,
+                    first_pair=128 * (i % 4),
+                    arg=128 * (i % 4),
+                )
+                for i in range(6)
+            ]
+        )
         results = rig.ask(OP_RANGE, 0, runs)
-        assert results.tolist() == [[OK, 0], [OK, 0], [ERROR, INTERNAL], [OK, 0], [OK, 0], [ERROR, INTERNAL]]
+        assert results.tolist() == [
+            [OK, 0],
+            [OK, 0],
+            [ERROR, INTERNAL],
+            [OK, 0],
+            [OK, 0],
+            [ERROR, INTERNAL],
+        ]
         assert (rig.lane(0, 0, 512)[256:320] == pack.records[0, 0, 256:320]).all()
         assert (rig.lane(0, 0, 512)[320:384] == CANARY).all()
 

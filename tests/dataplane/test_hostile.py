@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from rig import CANARY, ERROR, INVALID_ARGUMENT, OK, Rig, memfd, run
+
 from decode_worker._native import OP_GATHER, OP_RANGE, RUN_DTYPE, RingPoisoned
 from kvstore_service._native import NativeError, RingGeometry
 
@@ -27,7 +28,8 @@ def test_every_number_is_checked(directory, rng):
         epoch = rig.bind(0, [pack], 100, gap=512)
         top = 2**32 - 1
         ranges = [
-            dict(pair_count=101), dict(pair_count=100, arg=1), dict(pair_count=1, arg=100), dict(pair_count=1, arg=2**64 - 1),
+            dict(pair_count=101), dict(pair_count=100, arg=1), dict(pair_count=1, arg=100),
+            dict(pair_count=1, arg=2**64 - 1),
             dict(pair_count=50, arg=2**32), dict(first_pair=512, pair_count=1), dict(first_pair=top, pair_count=top),
             dict(first_pair=500, pair_count=13), dict(pair_count=1, lane=2), dict(pair_count=1, lane=65535),
             dict(pair_count=1, kind=1), dict(pair_count=1, kind=65535), dict(pair_count=top),
@@ -42,7 +44,13 @@ def test_every_number_is_checked(directory, rng):
             assert rig.ask(op, 0, run(0, epoch, pair_count=1)).tolist() == [BAD]
         for record, place in [(512, 0), (0, 100), (top, 0), (0, top)]:
             pairs = np.array([[0, 0], [record, place], [1, 1]], np.uint32)
-            runs = np.concatenate([run(0, epoch, pair_count=3), run(0, epoch, pair_count=1), run(0, epoch, pair_count=0)])
+            runs = np.concatenate(
+                [
+                    run(0, epoch, pair_count=3),
+                    run(0, epoch, pair_count=1),
+                    run(0, epoch, pair_count=0),
+                ]
+            )
             assert rig.ask(OP_GATHER, 0, runs, pairs).tolist() == [BAD, [OK, 0], [OK, 0]]
         assert outside_is_untouched(rig)
         assert rig.plane.stats()["runs_error"] > 0
@@ -52,7 +60,14 @@ def test_bind_refuses_lanes_outside_the_window(directory, rng):
     with Rig(directory) as rig:
         pack = rig.make_pack(rng, layers=1, lanes=1)
         size = rig.window_bytes
-        for offset, places in [(size, 1), (size - 511, 1), (0, size // 512 + 1), (2**64 - 512, 2), (0, 2**64 - 1), (512, 2**55)]:
+        for offset, places in [
+            (size, 1),
+            (size - 511, 1),
+            (0, size // 512 + 1),
+            (2**64 - 512, 2),
+            (0, 2**64 - 1),
+            (512, 2**55),
+        ]:
             windows = np.array([[[offset, places]]], np.uint64)
             with pytest.raises(NativeError) as error:
                 rig.plane.bind(rig.worker, 0, [pack.handle], windows, 512)
@@ -78,7 +93,9 @@ def poisoned(completions) -> bool:
 def test_impossible_ticket_poisons_the_registration(directory, rng, run_count, first_run):
     with Rig(directory) as rig:
         requests, completions = raw_ring(rig)
-        requests[HEADER + TICKET : HEADER + 2 * TICKET] = struct.pack("<QIHHHHI40x", 1, 0, 0, 0, 1, run_count, first_run)
+        requests[HEADER + TICKET : HEADER + 2 * TICKET] = struct.pack(
+            "<QIHHHHI40x", 1, 0, 0, 0, 1, run_count, first_run
+        )
         deadline = time.monotonic() + 5
         while not poisoned(completions):
             assert time.monotonic() < deadline
@@ -150,12 +167,24 @@ def test_wild_sequences_and_headers_are_ignored(directory, rng):
 def test_declared_sizes_are_checked(directory, rng):
     with Rig(directory) as rig:
         small = memfd("small", 4096)
-        for window, staging in [((small, 8192), (small, 4096)), ((small, 4096), (small, 2**40)), ((small, 0), (small, 4096))]:
+        for window, staging in [
+            ((small, 8192), (small, 4096)),
+            ((small, 4096), (small, 2**40)),
+            ((small, 0), (small, 4096)),
+        ]:
             with pytest.raises(NativeError) as error:
                 rig.plane.add_worker(*window, *staging, 1)
             assert error.value.code == "INVALID_ARGUMENT"
         with pytest.raises(NativeError):
             rig.plane.add_ring(rig.worker, small, small, rig.geometry)
-        for geometry in [(3, 1, 1), (0, 1, 1), (8192, 1, 1), (8, 0, 1), (8, 65536, 1), (8, 1, 0), (8, 1, 2**24 + 1)]:
+        for geometry in [
+            (3, 1, 1),
+            (0, 1, 1),
+            (8192, 1, 1),
+            (8, 0, 1),
+            (8, 65536, 1),
+            (8, 1, 0),
+            (8, 1, 2**24 + 1),
+        ]:
             with pytest.raises(NativeError):
                 RingGeometry(*geometry)

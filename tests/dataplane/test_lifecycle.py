@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from rig import CANARY, ERROR, OK, STALE, Rig, all_records, memfd, run, spec, until
+
 from decode_worker._native import OP_RANGE, OP_STORE, RingPoisoned, RingProducer, RingTimeout
 from kvstore_service._native import DataPlane, NativeError
 
@@ -63,7 +64,11 @@ def test_unbind_of_one_slot_leaves_the_other(directory, rng):
         first = rig.bind(0, [pack], 512)
         other = rig.bind(1, [pack], 512, first=8 << 20)
         rig.plane.set_faults(delay_us=20_000)
-        ticket = rig.post(OP_RANGE, 0, np.concatenate([run(0, first, pair_count=512), run(1, other, pair_count=512)]))
+        ticket = rig.post(
+            OP_RANGE,
+            0,
+            np.concatenate([run(0, first, pair_count=512), run(1, other, pair_count=512)]),
+        )
         until(lambda: rig.plane.stats()["tickets"] >= 5)
         rig.plane.unbind(rig.worker, 0)
         assert rig.ring.wait(ticket, 5_000_000)[:, 0].tolist() == [STALE, OK]
@@ -86,7 +91,12 @@ def test_remove_worker_with_everything_in_flight(directory, rng):
         assert rig.ring.poisoned
         assert not (directory / "open").exists()
         stats = rig.plane.stats()
-        assert (stats["workers"], stats["rings"], stats["bound_slots"], stats["uploads_open"]) == (0, 0, 0, 0)
+        assert (stats["workers"], stats["rings"], stats["bound_slots"], stats["uploads_open"]) == (
+            0,
+            0,
+            0,
+            0,
+        )
         with pytest.raises(NativeError) as error:
             rig.plane.unbind(rig.worker, 0)
         assert error.value.code == "NOT_FOUND"
@@ -116,7 +126,11 @@ def test_poison_by_the_worker_stops_late_stores(directory, rng):
         rig.plane.set_faults()  # the daemon wakes up late
         assert unchanged_for(rig.window, 0.05)
         assert (rig.window == CANARY).all()
-        for call in (lambda: rig.ring.wait(tickets[1], 1000), lambda: rig.ring.poll(tickets[1]), lambda: rig.post(OP_RANGE, 0, run(0, epoch))):
+        for call in (
+            lambda: rig.ring.wait(tickets[1], 1000),
+            lambda: rig.ring.poll(tickets[1]),
+            lambda: rig.post(OP_RANGE, 0, run(0, epoch)),
+        ):
             with pytest.raises(RingPoisoned):
                 call()
 
@@ -162,7 +176,10 @@ def test_close_wakes_a_waiting_worker(directory, rng):
     assert time.monotonic() - start < 5
     closer.join()
     rig.plane.close()
-    for call in (lambda: rig.plane.open_pack(str(pack.path)), lambda: rig.plane.add_worker(rig.window_fd, 4096, rig.staging_fd, 4096, 1)):
+    for call in (
+        lambda: rig.plane.open_pack(str(pack.path)),
+        lambda: rig.plane.add_worker(rig.window_fd, 4096, rig.staging_fd, 4096, 1),
+    ):
         with pytest.raises(NativeError) as error:
             call()
         assert error.value.code == "UNAVAILABLE"
@@ -179,7 +196,13 @@ def test_planes_come_and_go(directory):
     for _ in range(10):
         DataPlane(1 << 20, 8, 2).close()
     DataPlane(1 << 20, 8, 1)  # the destructor ends it
-    for arguments in [(0, 8, 1), (1 << 20, 0, 1), (1 << 20, 8, 0), (1 << 20, 8, 1, 30, 17), (1 << 20, 5000, 1)]:
+    for arguments in [
+        (0, 8, 1),
+        (1 << 20, 0, 1),
+        (1 << 20, 8, 0),
+        (1 << 20, 8, 1, 30, 17),
+        (1 << 20, 5000, 1),
+    ]:
         with pytest.raises(NativeError) as error:
             DataPlane(*arguments)
         assert error.value.code == "INVALID_ARGUMENT"
@@ -204,7 +227,13 @@ def test_many_workers_on_two_threads(directory, rng):
             for _ in range(20):
                 epoch = rig.plane.bind(me, 0, [pack.handle], np.array([[[512, 512]]], np.uint64), 512)
                 first, count = int(generator.integers(0, 256)), int(generator.integers(1, 256))
-                ticket = ring.post(OP_RANGE, 0, 0, run(0, epoch, first_pair=first, pair_count=count), np.zeros((0, 2), np.uint32))
+                ticket = ring.post(
+                    OP_RANGE,
+                    0,
+                    0,
+                    run(0, epoch, first_pair=first, pair_count=count),
+                    np.zeros((0, 2), np.uint32),
+                )
                 result = ring.wait(ticket, 10_000_000)
                 got = view[512 : 512 + count * 512].reshape(count, 512)
                 if result[0, 0] != OK or not (got == pack.records[0, 0, first : first + count]).all():

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 from rig import ABORTED, DATA_LOSS, ERROR, INVALID_ARGUMENT, OK, Rig, all_records, run, spec
+
 from decode_worker._native import OP_GATHER, OP_RANGE, OP_STORE
 from kvstore_service._native import DataPlane, KindSpec, NativeError, PackSpec
 
@@ -54,7 +55,16 @@ def test_header_says_what_was_asked(directory, rng):
     with Rig(directory) as rig:
         pack = rig.make_pack(rng)
         read = rig.plane.pack_spec(pack.handle)
-        for name in ("pack_id", "build", "parent", "fingerprint", "layers", "tokens", "extent_blocks", "file_bytes"):
+        for name in (
+            "pack_id",
+            "build",
+            "parent",
+            "fingerprint",
+            "layers",
+            "tokens",
+            "extent_blocks",
+            "file_bytes",
+        ):
             assert getattr(read, name) == getattr(pack.spec, name)
         assert pack.path.stat().st_size == read.file_bytes
         assert read.segment_bytes(0) == 512 * 512
@@ -85,11 +95,13 @@ def test_flipped_byte_fails_only_the_run_that_wants_it(directory, rng):
         epoch = rig.bind(0, [pack], 512)
         before = rig.lane(0, 0, 512).copy()
         pairs = np.stack([np.arange(512), np.arange(512)], 1).astype(np.uint32)
-        runs = np.concatenate([
-            run(0, epoch, lane=0, first_pair=32, pair_count=16),  # holds the bad block
-            run(0, epoch, lane=0, first_pair=200, pair_count=64),
-            run(0, epoch, lane=1, pair_count=512),
-        ])
+        runs = np.concatenate(
+            [
+                run(0, epoch, lane=0, first_pair=32, pair_count=16),  # holds the bad block
+                run(0, epoch, lane=0, first_pair=200, pair_count=64),
+                run(0, epoch, lane=1, pair_count=512),
+            ]
+        )
         assert rig.ask(OP_GATHER, 0, runs, pairs).tolist() == [[ERROR, DATA_LOSS], [OK, 0], [OK, 0]]
         lane = rig.lane(0, 0, 512)
         assert (lane[40:48] == before[40:48]).all(), "a bad record was stored"
@@ -107,7 +119,10 @@ def test_swapped_blocks_and_zeroed_block(directory, rng):
         pack = rig.make_pack(rng)
         with open(pack.path, "r+b") as file:
             data = bytearray(file.read())
-            data[BLOCK * 2 : BLOCK * 3], data[BLOCK * 3 : BLOCK * 4] = data[BLOCK * 3 : BLOCK * 4], data[BLOCK * 2 : BLOCK * 3]
+            data[BLOCK * 2 : BLOCK * 3], data[BLOCK * 3 : BLOCK * 4] = (
+                data[BLOCK * 3 : BLOCK * 4],
+                data[BLOCK * 2 : BLOCK * 3],
+            )
             data[BLOCK * 70 : BLOCK * 71] = bytes(BLOCK)
             file.seek(0)
             file.write(data)
@@ -234,7 +249,13 @@ def test_other_extent_size_is_refused(directory, rng):
 
 
 def test_bad_shapes(rng):
-    for layers, record_bytes, tokens, extent in [(0, 512, 256, 4), (1, 500, 256, 4), (1, 512, 100, 4), (1, 512, 256, 17), (1, 8192, 256, 4)]:
+    for layers, record_bytes, tokens, extent in [
+        (0, 512, 256, 4),
+        (1, 500, 256, 4),
+        (1, 512, 100, 4),
+        (1, 512, 256, 17),
+        (1, 8192, 256, 4),
+    ]:
         with pytest.raises(NativeError) as error:
             spec(rng, layers, 1, record_bytes, tokens, extent)
         assert error.value.code == "INVALID_ARGUMENT"

@@ -25,21 +25,34 @@ def engine_tokens(engine: Any, prompt: list[int], steps: int = STEPS) -> list[in
     return tokens
 
 
+def _decode(engine: Any, session: Any, tokens: list[int]) -> None:
+    for token in tokens:
+        engine.step([session], [token])
+
+
 CASES = [
     pytest.param({"policy": "full"}, {"policy": "full"}, id="full"),
     pytest.param({"policy": "none", "retriever": "exact"}, {"policy": "none", "retriever": "exact"}, id="none-exact"),
     pytest.param({"policy": "qsac", "retriever": "exact"}, {"policy": "qsac", "retriever": "exact"}, id="qsac-exact"),
     pytest.param(
-        {"policy": "none", "retriever": "hash", "order": "token"}, {"policy": "none", "retriever": "hash"}, id="none-hash"
+        {"policy": "none", "retriever": "hash", "order": "token"},
+        {"policy": "none", "retriever": "hash"},
+        id="none-hash",
     ),
     pytest.param(
-        {"policy": "qsac", "retriever": "hash", "order": "token"}, {"policy": "qsac", "retriever": "hash"}, id="qsac-hash"
+        {"policy": "qsac", "retriever": "hash", "order": "token"},
+        {"policy": "qsac", "retriever": "hash"},
+        id="qsac-hash",
     ),
     pytest.param(
-        {"policy": "qsac", "retriever": "exact", "eta": 0.2}, {"policy": "qsac", "retriever": "exact", "eta": 0.2}, id="qsac-mixed"
+        {"policy": "qsac", "retriever": "exact", "eta": 0.2},
+        {"policy": "qsac", "retriever": "exact", "eta": 0.2},
+        id="qsac-mixed",
     ),
     pytest.param(
-        {"policy": "qsac", "retriever": "exact", "eta": -1.0}, {"policy": "qsac", "retriever": "exact", "eta": -1.0}, id="qsac-all-hit"
+        {"policy": "qsac", "retriever": "exact", "eta": -1.0},
+        {"policy": "qsac", "retriever": "exact", "eta": -1.0},
+        id="qsac-all-hit",
     ),
 ]
 
@@ -66,8 +79,7 @@ def test_a_stopped_copy_engine_fails_every_equivalence(
     session, _ = worker.prefill(random_ids(1400, 11))
     daemon.set_faults(stopped=True)
     with pytest.raises(_native.RingTimeout):
-        for token in random_ids(STEPS, 12):
-            worker.step([session], [token])
+        _decode(worker, session, random_ids(STEPS, 12))
 
 
 def test_permanent_misses_with_k_of_everything_equal_full_attention(engine: EngineFactory, checkpoint: Path) -> None:

@@ -1,0 +1,155 @@
+"""Random content in a private daemon: a document without a model, or packs that an engine finds as its own prompt's."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decode_worker import packing
+from decode_worker.engine.engine import Engine
+from decode_worker.engine.prefix import reservations
+from decode_worker.pack_writer import PackWriter
+from decode_worker.policy.plan import RUN_DTYPE, gather_runs
+from decode_worker.records import RecordFormat
+from decode_worker.transport import StagingRing, Transport, raise_for_status
+from kvstore_service.client import AdminClient, KindSpec, Layout, RingGeometry, StoreClient
+from kvstore_service.private import PrivateDaemon
+
+STAGING_BYTES = 16 << 20
+WAIT_MS = 60_000
+KEY_CLUSTERS = 32
+KEY_NOISE = 0.5
+
+
+class StoredDocument:
+    """`tokens` random records per layer and lane, stored and bound to slot 0 with `places` places per lane.
+
+    All packs hold the same random K and V: what is copied does not matter here. Context manager, not thread-safe.
+    """
+
+    def __init__(
+        self,
+        daemon: PrivateDaemon,
+        tokens: int,
+        *,
+        layers: int = 1,
+        lanes: int = 2,
+        head_dim: int = 128,
+        places: int = 1024,
+        tickets: int = 8,
+    ) -> None:
+        self.tokens, self.layers, self.lanes, self.places = tokens, layers, lanes, places
+        self.records = RecordFormat(lanes, head_dim, "bfloat16")
+        self._daemon = daemon
+        self._ring = RingGeometry(tickets, lanes, places)
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self.client = StoreClient.connect(self._daemon.socket, self._daemon.broker, name="bench")
+            stack.callback(self.client.close)
+            lane_bytes = self.places * self.records.record_bytes
+            self.transport = Transport(
+                self.client,
+                slots=1,
+                window_bytes=self.layers * self.lanes * lane_bytes,
+                staging_bytes=STAGING_BYTES,
+                decode_ring=self._ring,
+                bulk_ring=RingGeometry(8, max(8, self.lanes), 1),
+                wait_ms=WAIT_MS,
+            )
+            stack.callback(self.transport.close)
+            self.transport.window[:] = 0  # every page is there before the first figure
+            self._bind(lane_bytes)
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def gather_run(self, lane: int, records: NDArray[np.uint32]) -> tuple[NDArray[np.void], NDArray[np.uint32]]:
+        """Runs and pairs of a ticket that brings `records` (sorted) of one lane to the places 0, 1, 2, ..."""
+        pairs = np.stack([records, np.arange(len(records))], axis=1).astype(np.uint32)
+        return gather_runs([0], [self._epoch], [0], [lane], [pairs])
+
+    def _bind(self, lane_bytes: int) -> None:
+        kind = KindSpec(self.lanes, self.records.head_dim, self.records.code, self.records.record_bytes)
+        layout = Layout(hashlib.sha256(b"bench").digest(), self.layers, (kind,))
+        session = self.client.open_session(layout, self.tokens)
+        reserved = self.client.reserve_pack(session, reservations(range(self.tokens), self.transport.pack_tokens))
+        uploads = [item.upload_id for item in reserved if item.upload_id is not None]
+        staging = StagingRing(self.transport, self.records.staged_bytes(self.transport.pack_tokens))
+        for item, upload in zip(reserved, uploads, strict=True):
+            self._store(staging, upload, item.pack.tokens)
+        staging.flush()
+        committed = [item.pack for item in self.client.commit_pack(session, uploads) if item.pack is not None]
+        self.client.attach_packs(session, committed)
+        offsets = np.arange(self.layers * self.lanes) * lane_bytes
+        windows = np.stack([offsets, np.full_like(offsets, self.places)], axis=1).astype(np.uint64)
+        self._epoch = self.client.bind_slot(session, 0, committed, windows)
+
+    def _store(self, staging: StagingRing, upload: int, tokens: int) -> None:
+        keys = torch.randn(tokens, self.records.head_dim, generator=torch.Generator().manual_seed(0))
+        order = packing.token_order(1, tokens)[0]
+
+        def fill(part: NDArray[np.uint8], offset: int) -> NDArray[np.void]:
+            runs = np.zeros(self.lanes, RUN_DTYPE)
+            runs["slot"], runs["lane"] = upload, range(self.lanes)
+            runs["arg"] = [offset + self.records.stage(part, lane, keys, -keys, order) for lane in range(self.lanes)]
+            return runs
+
+        for layer in range(self.layers):
+            staging.store(layer, fill)
+
+
+def gather(stored: StoredDocument, tickets: Sequence[tuple[int, int, NDArray[np.uint32]]]) -> None:
+    """Posts (layer, lane, sorted records) tickets, two in flight at a time, and waits for all."""
+    ring, pending = stored.transport.decode, []
+    for step, (layer, lane, records) in enumerate(tickets):
+        if len(pending) == 2:
+            raise_for_status(ring.wait(pending.pop(0), stored.transport.wait_us))
+        pending.append(ring.post(1, step, layer, *stored.gather_run(lane, records)))
+    for seq in pending:
+        raise_for_status(ring.wait(seq, stored.transport.wait_us))
+
+
+def inject_packs(engine: Engine, ids: Sequence[int], seed: int) -> None:
+    """Stores random K and V as the packs of a prompt, with index sidecars, so that `engine.attach(ids)` finds them.
+
+    Keys lie around KEY_CLUSTERS centres per layer and head, so that selections have some locality, as real keys give.
+    """
+    writer = PackWriter(
+        engine.records, engine.retriever, engine.client, engine.transport, engine.catalogue,
+        clustered=engine.config.order == "clustered",
+    )  # fmt: skip
+    heads, d = engine.records.kv_heads, engine.records.head_dim
+    generator = torch.Generator().manual_seed(seed)
+    session = engine.client.open_session(engine.layout, engine.config.context)
+    try:
+        wanted = reservations(ids, engine.transport.pack_tokens)
+        drafts = writer.reserve(session, wanted)
+        for layer in range(engine.layout.layers):
+            centres = torch.randn(KEY_CLUSTERS, heads, d, generator=generator)
+            for draft, item in zip(drafts, wanted, strict=True):
+                member = torch.randint(KEY_CLUSTERS, (item.tokens,), generator=generator)
+                noise, values = torch.randn(2, item.tokens, heads, d, generator=generator)
+                importance = torch.rand(heads, item.tokens, generator=generator)
+                writer.store(draft, layer, centres[member] + KEY_NOISE * noise, values, importance)
+        writer.flush()
+        writer.commit(session, drafts)
+    finally:
+        engine.client.close_session(session)
+
+
+def counters(daemon: PrivateDaemon) -> dict[str, int]:
+    """What the daemon has counted since it started."""
+    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+        return dict(admin.get_status().counters)

@@ -27,6 +27,7 @@ def random_checkpoint(directory: Path, shape: Mapping[str, float], seed: int) ->
     """Writes config.json, model.safetensors and tokenizer.json (word `w17` is token 17)."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.store import StoredDocument, counters, gather
+from bench.store import StoredDocument, counters, scratch
 from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.private import PrivateDaemon
 
@@ -50,7 +50,7 @@ def measure(
     movers = _movers(records)
     figures = []
     with (
-        tempfile.TemporaryDirectory(prefix="headgate-bench-", dir="/var/tmp") as directory,
+        scratch() as directory,
         PrivateDaemon(directory, 2 * source.nbytes + (64 << 20), options=("--copy-threads=1",)) as daemon,
         StoredDocument(daemon, tokens, layers=LAYERS, lanes=LANES, places=records) as stored,
     ):
@@ -64,9 +64,9 @@ def measure(
                     (int(rng.integers(LAYERS)), int(rng.integers(LANES)), draw(rng, tokens, records))
                     for _ in range(tickets)
                 ]
-                ours.append(_gb_per_s(batches, lambda batches: gather(stored, batches)))
+                ours.append(_gb_per_s(batches, stored.gather))
                 for name, mover in movers.items():
-                    rivals[name].append(_gb_per_s(batches, lambda batches, mover=mover: _move(source, batches, mover)))
+                    rivals[name].append(_gb_per_s(batches, partial(_move, source, mover)))
             figures += [Figure.of_runs(f"gather_{kind}", ours, "GB/s", name, rivals[name]) for name in movers]
         if counters(daemon)["nvme_read_bytes"] != read_before:
             raise RuntimeError("the gathers were not warm: the DRAM tier is too small")
@@ -76,7 +76,7 @@ def measure(
 def _warm(stored: StoredDocument, records: int) -> None:
     lanes = [(layer, lane) for layer in range(stored.layers) for lane in range(stored.lanes)]
     spans = [np.arange(first, min(first + records, stored.tokens)) for first in range(0, stored.tokens, records)]
-    gather(stored, [(layer, lane, span.astype(np.uint32)) for layer, lane in lanes for span in spans])
+    stored.gather([(layer, lane, span.astype(np.uint32)) for layer, lane in lanes for span in spans])
 
 
 def _random(rng: np.random.Generator, tokens: int, records: int) -> NDArray[np.uint32]:
@@ -89,7 +89,7 @@ def _clustered(rng: np.random.Generator, tokens: int, records: int) -> NDArray[n
 
 
 def _movers(records: int) -> dict[str, Mover]:
-    """Rivals: each moves records of a lane [tokens, 512] into memory that is there already, where it can."""
+    """Rivals: each copies records of a lane [tokens, 512], where it can into memory that is there already."""
     target = np.zeros((records, RECORD_BYTES), np.uint8)
     wide = torch.from_numpy(target.view(np.int64))
 
@@ -97,7 +97,7 @@ def _movers(records: int) -> dict[str, Mover]:
         torch.index_select(torch.from_numpy(lane.view(np.int64)), 0, torch.from_numpy(index), out=wide)
 
     def fancy(lane: NDArray[np.uint8], index: NDArray[np.intp]) -> None:
-        target.view(np.int64)[:] = lane.view(np.int64)[index]
+        lane.view(np.int64)[index]
 
     def memcpy(lane: NDArray[np.uint8], index: NDArray[np.intp]) -> None:
         first = int(index[0]) % max(1, len(lane) - len(index))
@@ -106,7 +106,7 @@ def _movers(records: int) -> dict[str, Mover]:
     return {"torch.index_select": index_select, "numpy fancy indexing": fancy, "memcpy": memcpy}
 
 
-def _move(source: NDArray[np.uint8], batches: Sequence[Batch], mover: Mover) -> None:
+def _move(source: NDArray[np.uint8], mover: Mover, batches: Sequence[Batch]) -> None:
     for layer, lane, records in batches:
         mover(source[layer, lane], records.astype(np.intp))
 

@@ -1,5 +1,6 @@
-// The floor that the ring is compared with: two processes pass one word through shared memory, spinning or asleep.
-// Usage: pingpong spin|futex ROUNDS   prints the nanoseconds of each round trip, one per line
+// The floor that the ring is compared with: two processes pass one word through shared memory.
+// Usage: pingpong spin|wake|futex ROUNDS   prints the nanoseconds of each round trip, one per line
+// spin: both spin. wake: the peer sleeps, the caller spins. futex: both sleep.
 #define _GNU_SOURCE
 #include <linux/futex.h>
 #include <stdatomic.h>
@@ -44,7 +45,8 @@ static void signal_peer(atomic_uint* word, unsigned value, int sleeping) {
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
-  int sleeping = strcmp(argv[1], "futex") == 0;
+  int caller_sleeps = strcmp(argv[1], "futex") == 0;
+  int peer_sleeps = caller_sleeps || strcmp(argv[1], "wake") == 0;
   unsigned rounds = (unsigned)atoi(argv[2]);
   struct shared* s = mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (s == MAP_FAILED) return 1;
@@ -53,17 +55,17 @@ int main(int argc, char** argv) {
   if (child == 0) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     for (unsigned i = 1; i <= rounds; ++i) {
-      await(&s->ping, i, sleeping);
-      signal_peer(&s->pong, i, sleeping);
+      await(&s->ping, i, peer_sleeps);
+      signal_peer(&s->pong, i, caller_sleeps);
     }
     _exit(0);
   }
   for (unsigned i = 1; i <= rounds; ++i) {
     // Asleep means asleep: the peer gets the time to block before the round starts.
-    if (sleeping) usleep(200);
+    if (peer_sleeps) usleep(200);
     long start = now_ns();
-    signal_peer(&s->ping, i, sleeping);
-    await(&s->pong, i, sleeping);
+    signal_peer(&s->ping, i, peer_sleeps);
+    await(&s->pong, i, caller_sleeps);
     printf("%ld\n", now_ns() - start);
   }
   return waitpid(child, NULL, 0) == child ? 0 : 1;

@@ -1,6 +1,7 @@
-"""How long does a ticket take from post to completion? Hot and asleep, against bare shared memory and a bare futex.
+"""How long does a ticket take from post to completion? Against bare shared memory and a bare futex. Microseconds.
 
-The daemon is a real kvstored; the ticket gathers one record that lies in DRAM. Round trips, microseconds.
+The daemon is a real kvstored; the ticket gathers one record that lies in DRAM. Hot: the daemon spins, as within a step.
+Asleep: it has had nothing to do for a while; the worker spins for the answer, or sleeps as well.
 """
 
 from __future__ import annotations
@@ -9,20 +10,41 @@ import argparse
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench.store import StoredDocument
+from bench.store import StoredDocument, scratch
 from decode_worker import _native
 from decode_worker.figures import Figure, print_json, print_table
+from decode_worker.transport import raise_for_status
 from kvstore_service.private import PrivateDaemon
 
 ROUNDS = 400
-REPEATS = 5
-ASLEEP_S = 0.002
+REPEATS = 7
+IDLE_S = 0.002
+SPIN_US = 1_000_000
+TIMEOUT_US = 5_000_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to wait, and the mode of pingpong.c that does no more than that."""
+
+    name: str
+    idle_s: float  # before each round: the daemon falls asleep
+    spin_us: int
+    rival: str
+    mode: str
+
+
+CASES = (
+    Case("ticket_hot", 0, SPIN_US, "shared-memory ping-pong", "spin"),
+    Case("ticket_daemon_asleep", IDLE_S, SPIN_US, "futex wake of a sleeping peer", "wake"),
+    Case("ticket_both_asleep", IDLE_S, 0, "futex round trip of two sleepers", "futex"),
+)
 
 
 def main() -> int:
@@ -34,48 +56,45 @@ def main() -> int:
     return 0
 
 
-def measure() -> list[Figure]:
-    with tempfile.TemporaryDirectory(prefix="hg-bench-", dir="/var/tmp") as directory:
-        rival = _compile(Path(directory))
+def measure(rounds: int = ROUNDS, repeats: int = REPEATS) -> list[Figure]:
+    ours: dict[str, list[float]] = {case.name: [] for case in CASES}
+    rivals: dict[str, list[float]] = {case.name: [] for case in CASES}
+    with scratch() as directory:
+        pingpong = _compile(Path(directory))
         with PrivateDaemon(Path(directory) / "data", "64MiB") as daemon, StoredDocument(daemon, tokens=1024) as stored:
-            hot, asleep, spin, futex = [], [], [], []
-            for _ in range(REPEATS):
-                hot.append(_round_trip_us(stored, 0.0))
-                spin.append(_rival_us(rival, "spin"))
-                asleep.append(_round_trip_us(stored, ASLEEP_S))
-                futex.append(_rival_us(rival, "futex"))
-    return [
-        Figure.of_runs("ticket_hot", hot, "us", "shared-memory ping-pong", spin),
-        Figure.of_runs("ticket_asleep", asleep, "us", "futex wake round trip", futex),
-    ]
+            for _ in range(repeats):
+                for case in CASES:
+                    ours[case.name].append(_round_trip_us(stored, case, rounds))
+                    rivals[case.name].append(_rival_us(pingpong, case.mode, rounds))
+    return [Figure.of_runs(case.name, ours[case.name], "us", case.rival, rivals[case.name]) for case in CASES]
 
 
-def _round_trip_us(stored: StoredDocument, pause_s: float) -> float:
-    """Median of ROUNDS tickets; a pause lets the daemon fall asleep before each."""
-    ring, times = stored.transport.decode, []
+def _round_trip_us(stored: StoredDocument, case: Case, rounds: int) -> float:
+    """Median of the rounds."""
+    ring, times_ns = stored.transport.decode, []
     runs, pairs = stored.gather_run(lane=0, records=np.array([5], dtype=np.uint32))
-    for step in range(ROUNDS if pause_s == 0 else ROUNDS // 4):
-        time.sleep(pause_s) if pause_s else None
+    for step in range(rounds):
+        if case.idle_s:
+            time.sleep(case.idle_s)
         started = time.perf_counter_ns()
-        seq = ring.post(_native.OP_GATHER, step, 0, runs, pairs)
-        ring.wait(seq, 1_000_000)
-        times.append(time.perf_counter_ns() - started)
-    return float(np.median(times)) / 1000
+        statuses = ring.wait(ring.post(_native.OP_GATHER, step, 0, runs, pairs), TIMEOUT_US, case.spin_us)
+        times_ns.append(time.perf_counter_ns() - started)
+        raise_for_status(statuses)
+    return float(np.median(times_ns)) / 1000
 
 
 def _compile(directory: Path) -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise SystemExit("bench.ring: no C compiler for the rival; install gcc")
-    program = directory / "pingpong"
-    source = Path(__file__).with_name("pingpong.c")
+    program, source = directory / "pingpong", Path(__file__).with_name("pingpong.c")
     subprocess.run([compiler, "-O2", "-o", program, source], check=True, timeout=120)
     return program
 
 
-def _rival_us(program: Path, mode: str) -> float:
-    rounds = ROUNDS * 10 if mode == "spin" else ROUNDS
-    done = subprocess.run([program, mode, str(rounds)], capture_output=True, text=True, timeout=120, check=True)
+def _rival_us(pingpong: Path, mode: str, rounds: int) -> float:
+    command = [str(pingpong), mode, str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return float(np.median([int(line) for line in done.stdout.split()])) / 1000
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -12,18 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decode_worker import packing
+from decode_worker import _native, packing
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import reservations
 from decode_worker.pack_writer import PackWriter
 from decode_worker.policy.plan import RUN_DTYPE, gather_runs
 from decode_worker.records import RecordFormat
 from decode_worker.transport import StagingRing, Transport, raise_for_status
-from kvstore_service.client import AdminClient, KindSpec, Layout, RingGeometry, StoreClient
+from kvstore_service.client import AdminClient, CommittedPack, KindSpec, Layout, PackRef, RingGeometry, StoreClient
 from kvstore_service.private import PrivateDaemon
 
 STAGING_BYTES = 16 << 20
 WAIT_MS = 60_000
+IN_FLIGHT = 2
 KEY_CLUSTERS = 32
 KEY_NOISE = 0.5
 
@@ -80,6 +84,16 @@ class StoredDocument:
         pairs = np.stack([records, np.arange(len(records))], axis=1).astype(np.uint32)
         return gather_runs([0], [self._epoch], [0], [lane], [pairs])
 
+    def gather(self, tickets: Iterable[tuple[int, int, NDArray[np.uint32]]]) -> None:
+        """Posts (layer, lane, sorted records) tickets, two in flight at a time, and returns when all are done."""
+        ring, pending = self.transport.decode, deque[int]()
+        for step, (layer, lane, records) in enumerate(tickets):
+            if len(pending) == IN_FLIGHT:
+                raise_for_status(ring.wait(pending.popleft(), self.transport.wait_us))
+            pending.append(ring.post(_native.OP_GATHER, step, layer, *self.gather_run(lane, records)))
+        while pending:
+            raise_for_status(ring.wait(pending.popleft(), self.transport.wait_us))
+
     def _bind(self, lane_bytes: int) -> None:
         kind = KindSpec(self.lanes, self.records.head_dim, self.records.code, self.records.record_bytes)
         layout = Layout(hashlib.sha256(b"bench").digest(), self.layers, (kind,))
@@ -90,7 +104,7 @@ class StoredDocument:
         for item, upload in zip(reserved, uploads, strict=True):
             self._store(staging, upload, item.pack.tokens)
         staging.flush()
-        committed = [item.pack for item in self.client.commit_pack(session, uploads) if item.pack is not None]
+        committed = [_pack(item) for item in self.client.commit_pack(session, uploads)]
         self.client.attach_packs(session, committed)
         offsets = np.arange(self.layers * self.lanes) * lane_bytes
         windows = np.stack([offsets, np.full_like(offsets, self.places)], axis=1).astype(np.uint64)
@@ -110,15 +124,9 @@ class StoredDocument:
             staging.store(layer, fill)
 
 
-def gather(stored: StoredDocument, tickets: Sequence[tuple[int, int, NDArray[np.uint32]]]) -> None:
-    """Posts (layer, lane, sorted records) tickets, two in flight at a time, and waits for all."""
-    ring, pending = stored.transport.decode, []
-    for step, (layer, lane, records) in enumerate(tickets):
-        if len(pending) == 2:
-            raise_for_status(ring.wait(pending.pop(0), stored.transport.wait_us))
-        pending.append(ring.post(1, step, layer, *stored.gather_run(lane, records)))
-    for seq in pending:
-        raise_for_status(ring.wait(seq, stored.transport.wait_us))
+def scratch(parent: str | Path = "/var/tmp") -> tempfile.TemporaryDirectory[str]:
+    """A temporary directory on a disk: packs are read with O_DIRECT, and /tmp may be memory."""
+    return tempfile.TemporaryDirectory(prefix="headgate-bench-", dir=parent)
 
 
 def inject_packs(engine: Engine, ids: Sequence[int], seed: int) -> None:
@@ -153,3 +161,9 @@ def counters(daemon: PrivateDaemon) -> dict[str, int]:
     """What the daemon has counted since it started."""
     with AdminClient.connect(daemon.socket, daemon.broker) as admin:
         return dict(admin.get_status().counters)
+
+
+def _pack(committed: CommittedPack) -> PackRef:
+    if committed.pack is None:
+        raise committed.error or RuntimeError("the store committed a pack without naming it")
+    return committed.pack

@@ -99,6 +99,11 @@ class Transport:
         if last > first:
             self._window_map.madvise(mmap.MADV_REMOVE, first, last - first)
 
+    def release_staging(self) -> None:
+        """Gives the staging memory's pages back to the system; only while no STORE is under way."""
+        assert not self._posted, "a STORE may still be read"
+        self._staging_map.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         self.decode.close()
         self.bulk.close()

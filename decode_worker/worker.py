@@ -142,7 +142,7 @@ class Worker:
         progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[int]:
         """Prefills a prompt and yields its continuation until `new_tokens` or an end-of-sequence token."""
-        session, logits = self._engine.prefill(ids, progress)
+        session, logits = self._engine.prefill(ids, progress, growth=new_tokens)
         sampler = Sampler([sampling])
         try:
             for produced in range(new_tokens):

@@ -46,6 +46,10 @@ class StoreError(Exception):
         self.violations = tuple(violations)
         self.request_id = request_id
 
+    def __reduce__(self) -> tuple[type["StoreError"], tuple[object, ...]]:
+        """Errors cross process borders (a Ray actor's calls) with all their fields."""
+        return StoreError, (self.code, self.message, self.retry_after_s, self.violations, self.request_id)
+
 
 @dataclass(frozen=True)
 class KindSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +38,7 @@ LAYOUT_VERSION = 1
 BULK_TICKETS = 8
 BULK_RUNS_MAX = 4096
 BULK_PAIRS_MAX = 1 << 16
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 class Engine:
@@ -99,11 +101,13 @@ class Engine:
 
     # --- sessions ---
 
-    def prefill(self, ids: Sequence[int], progress: Progress | None = None) -> tuple[Session, torch.Tensor]:
+    def prefill(
+        self, ids: Sequence[int], progress: Progress | None = None, growth: int = 0
+    ) -> tuple[Session, torch.Tensor]:
         """Computes and stores a prompt, binds a slot. Returns the session and float32 logits [vocab] after the last
-        token."""
+        token. `growth`: how many tokens are expected to follow; the number of selected places is chosen for them."""
         self._check_prompt(ids)
-        session = self._open()
+        session = self._open(growth)
         try:
             prefilled = self._prefill.run(session.session_id, ids, progress)
             session.packs, session.tokens = prefilled.packs, list(ids)
@@ -114,7 +118,10 @@ class Engine:
         except BaseException:
             self._abandon(session)
             raise
-        return session, prefilled.logits
+        logits = prefilled.logits
+        del prefilled
+        self._shrink()
+        return session, logits
 
     def attach(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
         """Binds a slot to the longest stored prefix of `ids`, without copying. Returns the session and the ids it
@@ -172,18 +179,19 @@ class Engine:
 
     # --- binding and sealing ---
 
-    def _open(self) -> Session:
+    def _open(self, growth: int = 0) -> Session:
         if not self._free_slots:
             raise StoreError(
                 "RESOURCE_EXHAUSTED", f"all {self.config.slots} slots are bound: close a session or raise `slots`"
             )
         session_id = self.client.open_session(self.layout, self.config.context)
-        return Session(session_id, self._free_slots.pop())
+        return Session(session_id, self._free_slots.pop(), growth)
 
     def _bind(self, session: Session) -> None:
         """Gives the slot its window and fetches what a session always holds: sinks, recent tokens, resident heads."""
         slot = session.slot
-        session.geometry = self.policy.geometry(self.config.context, session.stored)
+        expected = min(self.config.context, session.position + session.growth)
+        session.geometry = self.policy.geometry(self.config.context, expected // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS)
         self.policy.bind(slot, session.geometry, slot * self.slot_bytes, session.packs, session.position)
         refs = [pack.ref for pack in session.packs]
         epoch = self.client.bind_slot(session.session_id, slot, refs, self.policy.windows(slot))
@@ -238,6 +246,12 @@ class Engine:
         with contextlib.suppress(StoreError):
             self.client.close_session(session.session_id)
         self._release(session.slot)
+
+    def _shrink(self) -> None:
+        """Returns what prefill alone needed. The C library keeps freed layers of a long prompt for itself otherwise."""
+        self.transport.release_staging()
+        if _malloc_trim is not None:
+            _malloc_trim(0)
 
     def _release(self, slot: int) -> None:
         self.transport.release(slot * self.slot_bytes, self.slot_bytes)

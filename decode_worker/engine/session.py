@@ -17,6 +17,7 @@ class Session:
 
     session_id: str
     slot: int
+    growth: int = 0  # tokens expected behind the prompt
     tokens: list[int] = field(default_factory=list)
     packs: list[IndexedPack] = field(default_factory=list)
     geometry: WindowGeometry = field(init=False)

@@ -1,23 +1,31 @@
-"""A random checkpoint, a real daemon and engines joined to it."""
+"""A random checkpoint, a real daemon, engines joined to it, and what the oracle says."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from oracle.qsac import Oracle
 
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
+from decode_worker.engine.session import Session
 from tests.daemon_process import Daemon
 
+ROOT = Path(__file__).parents[2]
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 4, 2, 64, 256
 PACK_TOKENS = 512
 
 EngineFactory = Callable[..., Engine]
+DaemonFactory = Callable[..., Daemon]
 
 
 def write_tokenizer(directory: Path, vocab: int) -> None:
@@ -69,34 +77,132 @@ def random_ids(count: int, seed: int, vocab: int = VOCAB) -> list[int]:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def worker_settings(daemon: Daemon, checkpoint: Path, **settings: Any) -> dict[str, Any]:
+    """float32 storage, exact selection of a tenth, no profile, 5 s to wait; `settings` replace any of it."""
+    defaults = {
+        "model": str(checkpoint),
+        "socket": daemon.socket,
+        "broker": daemon.broker,
+        "retriever": "exact",
+        "budget": 0.1,
+        "storage": "float32",
+        "context": 4096,
+        "profile": "off",
+        "wait_ms": 5000,
+    }
+    return defaults | settings
+
+
+@contextmanager
+def joined(daemon: Daemon, checkpoint: Path, **settings: Any) -> Iterator[Engine]:
+    """An engine for as long as the block lasts."""
+    with closing(Engine(WorkerConfig(**worker_settings(daemon, checkpoint, **settings)))) as engine:
+        yield engine
+
+
+def greedy(engine: Engine, session: Session, logits: torch.Tensor, count: int) -> list[int]:
+    """`count` tokens, the first of them from `logits` [vocab], each of them processed."""
+    tokens = []
+    for _ in range(count):
+        tokens.append(int(logits.argmax()))
+        logits = engine.step([session], tokens[-1:])[0]
+    return tokens
+
+
+def attached_tokens(engine: Engine, ids: Sequence[int], count: int) -> list[int]:
+    """Attaches what is stored of `ids`, processes the rest, and continues with `count` greedy tokens."""
+    session, rest = engine.attach(ids)
+    for token in rest:
+        logits = engine.step([session], [token])[0]
+    tokens = greedy(engine, session, logits, count)
+    engine.close_session(session)
+    return tokens
+
+
+@contextmanager
+def worker_process(
+    order: dict[str, Any], python: str = sys.executable, **options: Any
+) -> Iterator["subprocess.Popen[str]"]:
+    """tests/e2e/worker_process.py under an order, killed at the end; `options` are Popen's."""
+    process = subprocess.Popen(
+        [python, "-m", "tests.e2e.worker_process"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options,
+    )  # fmt: skip
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.flush()
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def read_tokens(process: "subprocess.Popen[str]", count: int) -> list[int]:
+    """The next `count` tokens of a worker process."""
+    assert process.stdout is not None
+    lines = (json.loads(line) for line in process.stdout)
+    tokens: list[int] = []
+    while len(tokens) < count:
+        line = next(lines)
+        if "token" in line:
+            tokens.append(line["token"])
+    return tokens
+
+
+class Expected:
+    """What the oracle decodes; a prompt is computed once, and a case once for all tests that share it."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._prefill = cache(lambda ids: Oracle(checkpoint).model.prefill(np.asarray(ids)))
+        self._known: dict[str, list[int]] = {}
+
+    def oracle(self, **settings: Any) -> Oracle:
+        oracle = Oracle(self._checkpoint, **settings)
+        oracle.model.prefill = lambda ids: self._prefill(tuple(int(token) for token in ids))
+        return oracle
+
+    def tokens(self, prompt: list[int], count: int, **settings: Any) -> list[int]:
+        case = repr((prompt, count, sorted(settings.items())))
+        if case not in self._known:
+            self._known[case] = self.oracle(**settings).generate(prompt, count)
+        return self._known[case]
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=7)
 
 
+@pytest.fixture(scope="session")
+def expected(checkpoint: Path) -> Expected:
+    return Expected(checkpoint)
+
+
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
+def start_daemon(tmp_path: Path) -> Iterator[DaemonFactory]:
+    """Starts daemons that take faults; all are stopped at the end."""
+    with ExitStack() as stack:
+
+        def start(dram_bytes: str = "4MiB", **settings: Any) -> Daemon:
+            options = ("--nvme-bytes=1GiB", "--copy-threads=1", f"--pack-tokens={PACK_TOKENS}")
+            return stack.enter_context(Daemon(tmp_path, dram_bytes, options=options, faulty=True, **settings))  # type: ignore[return-value]
+
+        yield start
+
+
+@pytest.fixture
+def daemon(start_daemon: DaemonFactory) -> Daemon:
     """A daemon that takes faults. Its DRAM tier is smaller than the tests' KV, so decoding reads NVMe."""
-    options = ("--nvme-bytes=1GiB", "--copy-threads=1", f"--pack-tokens={PACK_TOKENS}")
-    with Daemon(tmp_path, "4MiB", options=options, faulty=True) as running:
-        yield running  # type: ignore[misc]
+    return start_daemon()
 
 
 @pytest.fixture
 def engine(daemon: Daemon, checkpoint: Path) -> Iterator[EngineFactory]:
-    """Makes engines: float32 storage, small budget, settings as given; all are closed at the end."""
+    """Makes engines with `worker_settings`; all are closed at the end."""
     with ExitStack() as stack:
-
-        def make(**settings: Any) -> Engine:
-            values: dict[str, Any] = {
-                "model": checkpoint,
-                "socket": daemon.socket,
-                "broker": daemon.broker,
-                "storage": "float32",
-                "context": 4096,
-                "profile": "off",
-                "wait_ms": 5000,
-            }
-            return stack.enter_context(closing(Engine(WorkerConfig(**values | settings))))
-
-        yield make
+        yield lambda **settings: stack.enter_context(joined(daemon, checkpoint, **settings))

@@ -13,8 +13,12 @@ LAYER, SLOT, HEAD = 1, 0, 0
 
 @pytest.fixture
 def bench(rng) -> Bench:
+    return settled(QsacPolicy, rng)
+
+
+def settled(policy: type[QsacPolicy], rng) -> Bench:
     """One slot with 512 stored tokens, settled into its first sets."""
-    made = Bench(QsacPolicy(settings(slack=2.0), RandomRetriever(rng)), rng)
+    made = Bench(policy(settings(slack=2.0), RandomRetriever(rng)), rng)
     made.bind(SLOT, 512, 600)
     made.query = np.stack([made.queries(1)] * 3)
     made.step(made.query)
@@ -65,6 +69,21 @@ def test_label_is_never_ahead_of_its_data(bench, written):
     assert bench.policy.settle(LAYER, results(ERROR, ERROR))
     assert snapshot(bench) == before
     assert bench.policy.counters.stale == 2
+
+
+class LabelFirst(QsacPolicy):
+    """The planted bug: a label that changes when its records are asked for, not when they are there."""
+
+    def _select(self, layer, slot, *args):
+        deltas = super()._select(layer, slot, *args)
+        for delta in deltas:
+            self._state.label[layer, slot, delta.head] = delta.label
+        return deltas
+
+
+def test_label_ahead_of_its_data_is_caught(rng):
+    with pytest.raises(AssertionError, match="late store"):
+        test_label_is_never_ahead_of_its_data(settled(LabelFirst, rng), "nothing")
 
 
 def test_failed_head_keeps_its_set_while_another_commits(bench):

@@ -1,0 +1,69 @@
+"""The Ray actor is a thin shell: the same answers as in process, the same errors, one worker per node."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from decode_worker import cluster
+from decode_worker.actor import RemoteWorker, local_ray
+from decode_worker.config import WorkerConfig
+from decode_worker.worker import Answer, Worker
+from kvstore_service.client import StoreError
+from tests.daemon_process import Daemon
+
+from .conftest import random_ids
+
+QUESTIONS = 3
+
+
+@pytest.fixture(scope="module")
+def running_ray() -> Iterator[None]:
+    with local_ray(cpus=2):
+        yield
+
+
+@pytest.fixture
+def config(daemon: Daemon, checkpoint: Path) -> WorkerConfig:
+    return WorkerConfig(
+        model=checkpoint, socket=Path(daemon.socket), broker=Path(daemon.broker), context=2048, profile="off"
+    )
+
+
+def ask(worker: Worker | RemoteWorker) -> list[list[int]]:
+    document = random_ids(1024, 51)
+    report = worker.prefill_document(document)
+    assert report.stored_tokens == 1024
+    answers: list[Answer] = [worker.answer(document, random_ids(3, 60 + i), 4) for i in range(QUESTIONS)]
+    return [answer.tokens for answer in answers]
+
+
+def test_an_actor_answers_as_the_engine_does(running_ray: None, config: WorkerConfig) -> None:
+    remote = RemoteWorker(config)
+    through_ray = ask(remote)
+    remote.close()
+    local = Worker(config)
+    assert ask(local) == through_ray
+    local.close()
+
+
+def test_an_error_of_the_store_keeps_its_code_across_ray(running_ray: None, config: WorkerConfig) -> None:
+    remote = RemoteWorker(config)
+    document = random_ids(1024, 51)
+    remote.prefill_document(document)
+    with pytest.raises(StoreError) as caught:
+        remote.answer(document, random_ids(3, 1), 5000)
+    assert caught.value.code == "RESOURCE_EXHAUSTED"
+    remote.close()
+
+
+def test_every_node_gets_one_worker(running_ray: None, config: WorkerConfig) -> None:
+    nodes = cluster.place_workers(config)
+    assert nodes == cluster.place_workers(config), "placing again changes nothing"
+    assert len(nodes) == 1
+    actor = ray.get_actor(cluster.actor_name(nodes[0]))
+    document = random_ids(512, 2)
+    report = ray.get(actor.prefill_document.remote(document), timeout=60)
+    assert report.tokens == 512
+    ray.kill(actor)

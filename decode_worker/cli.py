@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from decode_worker.config import KEYS, ConfigError, WorkerConfig
 from decode_worker.model.errors import CheckpointError
@@ -40,8 +41,15 @@ def _fail(error: object, status: int) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; --help says the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"headgate: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="headgate",
         description="Long-context decoding over the Headgate KV store.",
         epilog="Every flag of the worker may also stand in --config (YAML) or the environment (HEADGATE_BUDGET, ...).",

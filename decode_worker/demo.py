@@ -75,9 +75,10 @@ def run(config: WorkerConfig, tokens: int, questions: int, with_ray: bool, as_js
         task = _task(words, worker, config, tokens, questions)
         report = _prefill(worker, task, console)
         sparse = _ask(worker, task, config.policy, console)
+        speeds = _prefill_speeds(worker, task)
         worker.reconfigure(policy="full")
         full = _ask(worker, task, "full", console)
-        figures = _figures(worker, config, task, report, sparse, full, dram_bytes, daemon)
+        figures = _figures(config, report, sparse, full, speeds, dram_bytes, daemon)
     if as_json:
         print_json(figures)
         return
@@ -142,13 +143,19 @@ def _ask(worker: Any, task: Task, label: str, console: Console) -> Outcome:
     return Outcome(answers, texts, correct, worker.counters(), worker.footprint())
 
 
+def _prefill_speeds(worker: Any, task: Task) -> tuple[float, float]:
+    """Tokens/s of an 8K prompt with the store and without. Both are new to the store, or nothing would be written."""
+    prompts = [task.document[first : first + PREFILL_TOKENS] for first in (1, 2)]
+    without_store = worker.prefill_speed(prompts[0], stored=False)
+    return worker.prefill_speed(prompts[1], stored=True), without_store
+
+
 def _figures(
-    worker: Any,
     config: WorkerConfig,
-    task: Task,
     report: PrefillReport,
     sparse: Outcome,
     full: Outcome,
+    speeds: tuple[float, float],
     dram_bytes: int,
     daemon: PrivateDaemon,
 ) -> list[Figure]:
@@ -158,9 +165,8 @@ def _figures(
     kv_bytes = _kv_bytes(config, report.stored_tokens)
     counters, foot = sparse.counters, sparse.footprint
     nvme = sum(a.nvme_read_bytes for a in sparse.answers)
-    proc = sum(a.proc_read_bytes for a in sparse.answers)
-    prefix = task.document[:PREFILL_TOKENS]
-    without_store, with_store = worker.prefill_speed(prefix, stored=False), worker.prefill_speed(prefix, stored=True)
+    proc = sum(a.proc_read_bytes or 0 for a in sparse.answers)
+    with_store, without_store = speeds
     full_device = full.footprint.device_bytes
     moved = sum(a.records_moved for a in sparse.answers) / sparse.steps
     cache_bytes = foot.device_bytes - foot.resident_bytes

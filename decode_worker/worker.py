@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.session import Session
 from decode_worker.model.sampling import Sampler, Sampling
 from decode_worker.model.tokenizer import TextStream
-from kvstore_service.client import AdminClient
+from kvstore_service.client import AdminClient, StoreError
+
+PREFILL_THREADS = len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Answer:
     bind_s: float
     records_moved: int
     nvme_read_bytes: int
-    proc_read_bytes: int
+    proc_read_bytes: int | None  # the kernel's count; None where it may not be read
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Worker:
     """One engine at a time over a model that is loaded once. Not thread-safe."""
 
     def __init__(self, config: WorkerConfig) -> None:
+        # A decode step's products are small: more threads than the kernels get only take cores from the daemon.
+        torch.set_num_threads(config.threads)
         self._engine = Engine(config)
         self._admin = AdminClient.connect(str(config.socket), str(config.broker))
         self._footprint: Footprint | None = None
@@ -83,7 +91,8 @@ class Worker:
     def prefill_document(self, ids: Sequence[int]) -> PrefillReport:
         """Computes and stores a document; its session is closed again, the packs stay."""
         started = time.monotonic()
-        session, _ = self._engine.prefill(ids, self._show_progress)
+        with _torch_threads(PREFILL_THREADS):
+            session, _ = self._engine.prefill(ids, self._show_progress)
         seconds = time.monotonic() - started
         stored = session.stored
         self._engine.close_session(session)
@@ -92,13 +101,11 @@ class Worker:
     def prefill_speed(self, ids: Sequence[int], stored: bool) -> float:
         """Tokens/s of computing a prompt, with its packs written and committed or with nothing kept."""
         started = time.monotonic()
-        if stored:
-            session, _ = self._engine.prefill(ids)
-            seconds = time.monotonic() - started
+        with _torch_threads(PREFILL_THREADS):
+            session = self._engine.prefill(ids)[0] if stored else self._engine.compute_only(ids)
+        seconds = time.monotonic() - started
+        if isinstance(session, Session):
             self._engine.close_session(session)
-        else:
-            self._engine.compute_only(ids)
-            seconds = time.monotonic() - started
         return len(ids) / seconds
 
     def answer(self, document: Sequence[int], question: Sequence[int], new_tokens: int) -> Answer:
@@ -106,14 +113,12 @@ class Worker:
         began = time.monotonic()
         session, rest = self._engine.attach([*document, *question])
         bind_s = time.monotonic() - began
-        try:
+        with self._closing(session):
             before, moved, started = self._io(), self._engine.policy.counters.records_moved, time.monotonic()
             tokens = list(self._greedy(session, rest, new_tokens))
             seconds = time.monotonic() - started
             after = self._io()
             self._footprint = self._footprint_of(session)
-        finally:
-            self._engine.close_session(session)
         return Answer(
             tokens,
             len(rest) + new_tokens - 1,
@@ -121,7 +126,7 @@ class Worker:
             bind_s,
             self._engine.policy.counters.records_moved - moved,
             after[0] - before[0],
-            after[1] - before[1],
+            None if after[1] is None or before[1] is None else after[1] - before[1],
         )
 
     def counters(self) -> dict[str, float]:
@@ -142,9 +147,10 @@ class Worker:
         progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[int]:
         """Prefills a prompt and yields its continuation until `new_tokens` or an end-of-sequence token."""
-        session, logits = self._engine.prefill(ids, progress, growth=new_tokens)
+        with _torch_threads(PREFILL_THREADS):
+            session, logits = self._engine.prefill(ids, progress, growth=new_tokens)
         sampler = Sampler([sampling])
-        try:
+        with self._closing(session):
             for produced in range(new_tokens):
                 token = int(sampler.next(logits[None])[0])
                 if token in self._engine.tokenizer.eos_ids:
@@ -152,12 +158,21 @@ class Worker:
                 yield token
                 if produced + 1 < new_tokens:
                     logits = self._engine.step([session], [token])[0]
-        finally:
-            self._engine.close_session(session)
 
     def close(self) -> None:
         self._engine.close()
         self._admin.close()
+
+    @contextlib.contextmanager
+    def _closing(self, session: Session) -> Iterator[None]:
+        """Closes the session; an error under way matters more than one of the closing."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self._engine.close_session(session)
+            raise
+        self._engine.close_session(session)
 
     def _show_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -180,15 +195,26 @@ class Worker:
             if produced + 1 < new_tokens:
                 logits = self._engine.step([session], [token])
 
-    def _io(self) -> tuple[int, int]:
+    def _io(self) -> tuple[int, int | None]:
         """(the daemon's own count, the kernel's count) of bytes that the daemon has read from storage."""
         status = self._admin.get_status()
         return status.counters["nvme_read_bytes"], _proc_read_bytes(status.pid)
 
 
-def _proc_read_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/io").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "read_bytes":
-            return int(value)
-    raise ValueError(f"/proc/{pid}/io has no read_bytes")
+@contextlib.contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _proc_read_bytes(pid: int) -> int | None:
+    """None where the daemon runs as another user, whose counters the kernel does not show."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except PermissionError:
+        return None
+    return next(int(line.partition(":")[2]) for line in lines if line.startswith("read_bytes"))

@@ -50,7 +50,7 @@ class Config:
 def _data_dir() -> str:
     if os.getuid() == 0:
         return "/var/lib/headgate"
-    return str(Path(os.environ.get("XDG_DATA_HOME", Path.home() / ".local/share")) / "headgate")
+    return str(Path(os.environ.get("XDG_DATA_HOME", settings.home() / ".local/share")) / "headgate")
 
 
 def _socket_path(value: Any) -> Path:

@@ -55,7 +55,9 @@ class Daemon:
             catalog = Catalog(config.data_dir)
             undo.callback(catalog.close)
             with native.errors():
-                self.data_plane = native.DataPlane(config.dram_bytes, config.io_depth, config.copy_threads)
+                self.data_plane = native.DataPlane(
+                    config.dram_bytes, config.io_depth, config.copy_threads, extent_blocks=config.extent_blocks
+                )
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)
         self._replies = Replies()

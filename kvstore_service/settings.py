@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,15 @@ def runtime_dir() -> Path:
     """Where sockets live: $XDG_RUNTIME_DIR/headgate, /run/headgate for root, else ~/.local/state/headgate."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "headgate"
-    return Path("/run/headgate") if os.getuid() == 0 else Path.home() / ".local/state/headgate"
+    return Path("/run/headgate") if os.getuid() == 0 else home() / ".local/state/headgate"
+
+
+def home() -> Path:
+    """The user's; one without (a service's uid) gets a directory of its own below the temporary one."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"headgate-{os.getuid()}"
 
 
 def default_socket() -> str:

@@ -66,7 +66,7 @@ size_t Frames::acquire(std::span<ExtentUse> uses) {
       if (use.frame == kNoFrame) break;
       admit(use.frame, use, 0);
     }
-    ++meta_[use.frame].pins;
+    pin(use.frame, 1);
     policy_.use(use.frame);
     look(use);
     hits += use.ready;
@@ -93,7 +93,7 @@ Frames::Ahead Frames::acquire_ahead(ExtentUse& use, uint8_t weight) {
   policy_.weigh(use.frame, weight);
   look(use);
   if (use.to_read == 0) return Ahead::kResident;
-  meta_[use.frame].pins += pieces(use.to_read);
+  pin(use.frame, pieces(use.to_read));
   return Ahead::kRead;
 }
 
@@ -116,7 +116,7 @@ void Frames::look(ExtentUse& use) {
 
 void Frames::release(std::span<const ExtentUse> uses) {
   std::lock_guard lock(mutex_);
-  for (const ExtentUse& use : uses) --meta_[use.frame].pins;
+  for (const ExtentUse& use : uses) unpin(use.frame, 1);
 }
 
 void Frames::landed(std::span<const Landing> landings) {
@@ -124,7 +124,7 @@ void Frames::landed(std::span<const Landing> landings) {
   for (const Landing& l : landings) {
     meta_[l.frame].loading &= uint16_t(~(l.good | l.bad));
     meta_[l.frame].valid |= l.good;
-    meta_[l.frame].pins -= l.ahead;
+    unpin(l.frame, l.ahead);
   }
 }
 
@@ -149,12 +149,23 @@ uint32_t Frames::take_frame(bool ahead) {
     free_.pop_back();
     return frame;
   }
+  if (pinned_ == count_) return kNoFrame;  // a sweep could only find that out again, and starved runs ask often
   auto unpinned = [this](uint32_t frame) { return meta_[frame].pins == 0; };
   auto victim = ahead ? policy_.coldest(unpinned) : policy_.victim(unpinned);
   if (!victim) return kNoFrame;
   evict(*victim);
   add(counters_.evictions);
   return *victim;
+}
+
+void Frames::pin(uint32_t frame, uint32_t count) {
+  pinned_ += count > 0 && meta_[frame].pins == 0;
+  meta_[frame].pins += count;
+}
+
+void Frames::unpin(uint32_t frame, uint32_t count) {
+  meta_[frame].pins -= count;
+  pinned_ -= count > 0 && meta_[frame].pins == 0;
 }
 
 void Frames::admit(uint32_t frame, const ExtentUse& use, uint8_t weight) {

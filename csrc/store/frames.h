@@ -74,6 +74,8 @@ class Frames {
   void admit(uint32_t frame, const ExtentUse& use, uint8_t weight);
   void evict(uint32_t frame);
   void look(ExtentUse& use);
+  void pin(uint32_t frame, uint32_t count);
+  void unpin(uint32_t frame, uint32_t count);
   void prefetch(const ExtentUse& use) const;
 
   const uint32_t extent_blocks_;
@@ -86,6 +88,7 @@ class Frames {
   mutable std::mutex mutex_;
   std::vector<Meta> meta_;
   std::vector<uint32_t> free_;
+  uint32_t pinned_ = 0;  // frames with a pin
   ClockPolicy policy_;
 };
 

@@ -150,18 +150,21 @@ class Engine:
         return self._prefill.compute_only(ids)
 
     def step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> torch.Tensor:
-        """One token of each session; float32 logits [B, vocab]. Afterwards seals tails that have grown long enough."""
+        """One token of each session; float32 logits [B, vocab]. First seals tails that have grown long enough.
+
+        After an error no session has taken its token.
+        """
         positions = [session.position for session in sessions]
         if max(positions) >= self.config.context:
             raise StoreError(
                 "RESOURCE_EXHAUSTED", f"a session has reached context={self.config.context} tokens: raise it"
             )
-        logits = self.loop.step([session.slot for session in sessions], tokens, positions)
-        for session, token in zip(sessions, tokens, strict=True):
-            session.tokens.append(token)
         for session in sessions:
             if self.policy.wants_seal(session.slot, session.position - 1):
                 self._seal(session)
+        logits = self.loop.step([session.slot for session in sessions], tokens, positions)
+        for session, token in zip(sessions, tokens, strict=True):
+            session.tokens.append(token)
         return logits
 
     def close_session(self, session: Session) -> None:

@@ -74,7 +74,7 @@ class DecodeLoop:
         self._policy.begin_step(active, where)
         for layer in range(model.config.layers):
             started = time.monotonic_ns()
-            if self._speculative and layer + 1 < model.config.layers:
+            if self._speculative and layer + 1 < model.config.layers and self._policy.selects(layer + 1):
                 self._request(layer + 1, model.query(layer + 1, x, at))
             q, k, v = model.qkv(layer, x, at)
             if layer == 0 or not self._speculative:

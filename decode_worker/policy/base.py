@@ -133,6 +133,10 @@ class Policy(ABC):
         cover = int(self._state.cover[:, slot][self._offloaded].min())
         return min(cover, self._view(slot).stored) + self.settings.tail - position
 
+    def selects(self, layer: int) -> bool:
+        """Whether any head of the layer needs a query to select with; False: all of them hold every token."""
+        return self._has_offloaded[layer]
+
     # --- a step ---
 
     def begin_step(

@@ -296,7 +296,7 @@ def test_a_step_that_failed_can_be_repeated_and_then_answers_as_the_oracle(
     worker = engine(policy="none", stale=stale, slack=slack)
     session, logits = worker.prefill(prompt)
     stored = stored_records(session, daemon.data_dir)
-    tokens, failures = [], 0
+    tokens: list[int] = []
     while len(tokens) < steps:
         token = int(logits.argmax())
         daemon.set_faults(fail_every=2)
@@ -308,7 +308,6 @@ def test_a_step_that_failed_can_be_repeated_and_then_answers_as_the_oracle(
         logits = worker.step([session], [token])[0]
         assert_window_is_stored(worker, session, stored)
         tokens.append(token)
-        failures += 1
     assert tokens == expected.tokens(prompt, steps, policy="none", retriever="exact", budget=0.1)
 
 

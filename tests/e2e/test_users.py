@@ -81,6 +81,7 @@ def test_two_unprivileged_users_decode_as_the_oracle(checkpoint: Path, expected:
         directory = Path(name)
         directory.chmod(0o755)
         model = shutil.copytree(checkpoint, directory / "model", copy_function=shutil.copyfile)
+        model.chmod(0o755)
         with daemon_of_another_user(directory, python) as daemon:
             order = {"config": worker_settings(daemon, model, policy="none"), "prompt": prompt, "steps": STEPS}
             user = {"user": WORKER_UID, "group": WORKER_UID, "extra_groups": [], "env": environment()}

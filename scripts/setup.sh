@@ -50,9 +50,9 @@ python_packages() {
   [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.packages" 2>/dev/null)" = "$want" ] && return
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "Python 3.11 or newer is needed, found $(python3 -V)"
   [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
-  install_torch
   say "installing Python packages"
   pip install -c constraints.txt scikit-build-core nanobind grpcio-tools cmake ninja
+  install_torch
   # The requirements of all extras, without building the project itself.
   pip install -c constraints.txt $("$venv/bin/python" scripts/requirements.py dev)
   echo "$want" > "$venv/.packages"

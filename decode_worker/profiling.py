@@ -29,7 +29,10 @@ LAYER0 = 0  # resident by default: never simulated, never measured for recall
 FEW_QUESTIONS = 16  # of each document: importance needs two passes per query head
 ACCURACY_LOSS = 0.005  # what eta and p may cost
 ETAS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
-POWERS = (3.0, 2.0, 1.0, 0.5, 0.0)
+POWERS = (3.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.0)
+# Few questions cannot tell a head of no importance from one of a hundredth.
+IMPORTANCE_FLOOR = 0.01
+HITS_WANTED = 0.5
 
 Table = NDArray[np.float32]
 Visible = Callable[[int, Tensor], Tensor | None]
@@ -208,10 +211,10 @@ def ablation_order(rng: np.random.Generator, layers: int, kv_heads: int, group: 
 
 
 def relative(rises: NDArray[np.float64]) -> Table:
-    """Scaled to [0, 1]; 1 everywhere (cautious) where no ablation raises the loss."""
+    """Scaled to [floor, 1]; 1 everywhere (cautious) where no ablation raises the loss."""
     if rises.max() <= 0:
         return np.ones(rises.shape, np.float32)
-    return (rises / rises.max()).clip(0, 1).astype(np.float32)
+    return (rises / rises.max()).clip(IMPORTANCE_FLOOR, 1).astype(np.float32)
 
 
 # --- similarity (eq. 2) and the simulation of QSAC ---
@@ -310,7 +313,7 @@ def accuracy_of(scores: Iterable[Score]) -> float:
 def sweep(model: Transformer, cases: Sequence[Case], profile: Profile, enough: float, limits: Limits) -> list[Point]:
     """Eta from cautious to bold down to the first that is not accurate `enough` (§4.3).
 
-    p starts at the paper's value and falls until one eta is accurate: the smaller p, the more heads ever miss.
+    p starts at the paper's value and falls: the smaller p, the more heads ever miss.
     """
     points: list[Point] = []
     for p in POWERS:
@@ -318,13 +321,19 @@ def sweep(model: Transformer, cases: Sequence[Case], profile: Profile, enough: f
             points.append(simulate(model, cases, replace(profile, eta=eta, p=p), limits))
             if points[-1].accuracy < enough:
                 break
-        if any(point.accuracy >= enough for point in points):
-            break
     return points
 
 
 def choose(points: Iterable[Point], enough: float) -> Point:
-    """Of the points that are accurate enough the one with most hits, else the most accurate one."""
+    """The most cautious accurate point at which most lookups still hit, else the accurate one with most hits.
+
+    Accuracies within the questions' resolution are alike, so caution is worth more than the last hits. If no point is
+    accurate enough, the most accurate one.
+    """
+    points = list(points)
+    good = [point for point in points if point.accuracy >= enough and point.hit_ratio >= HITS_WANTED]
+    if good:
+        return min(good, key=lambda point: (point.p, -point.eta))
     return max(points, key=lambda point: (min(point.accuracy, enough), point.hit_ratio))
 
 

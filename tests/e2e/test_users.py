@@ -45,8 +45,13 @@ def can_run(python: str, uid: int) -> bool:
 
 def environment() -> dict[str, str]:
     """This checkout and these packages, for an interpreter from anywhere."""
-    packages = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
-    return {"PATH": os.defpath, "HOME": "/", "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        "PATH": os.defpath,
+        "HOME": "/",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "site"), str(ROOT)]),
+        "HEADGATE_TEST_PACKAGES": sysconfig.get_path("purelib"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 @contextmanager

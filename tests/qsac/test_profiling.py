@@ -189,10 +189,16 @@ def test_everything_in_the_budget_is_full_attention(model, case):
     )
 
 
-def test_the_boldest_point_that_is_accurate_enough_is_chosen():
+def test_the_most_cautious_point_that_is_accurate_and_mostly_hits_is_chosen():
     points = [profiling.Point(0.9, 3, 1.0, 0.3), profiling.Point(0.8, 3, 0.99, 0.4), profiling.Point(0.7, 3, 0.8, 0.9)]
-    assert profiling.choose(points, 0.985) == points[1]
-    assert profiling.choose(points[2:], 0.985) == points[2]
+    assert profiling.choose(points, 0.985) == points[1], "where none mostly hits, the accurate one with most hits"
+    assert profiling.choose(points[2:], 0.985) == points[2], "where none is accurate, the most accurate"
+    mostly = [
+        profiling.Point(0.9, 2, 0.99, 0.8),
+        profiling.Point(0.9, 1, 0.99, 0.6),
+        profiling.Point(0.8, 1, 0.99, 0.7),
+    ]
+    assert profiling.choose([*points, *mostly], 0.985) == mostly[1]
 
 
 def test_the_file_round_trips(model, case, tmp_path, monkeypatch):

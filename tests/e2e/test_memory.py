@@ -10,7 +10,7 @@ from tests.daemon_process import Daemon
 from .conftest import random_checkpoint, random_ids, worker_process, worker_settings
 
 MIB = 1 << 20
-TOKENS, LAYERS, KV_HEADS, HEAD_DIM = 4096, 16, 8, 128
+TOKENS, LAYERS, KV_HEADS, HEAD_DIM = 8192, 16, 4, 128
 ALLOWANCE_BYTES = 64 * MIB
 
 
@@ -32,7 +32,6 @@ def test_a_worker_s_memory_after_prefill_is_window_and_index(tmp_path: Path) -> 
             budget=0.05,
             storage="bfloat16",
             context=TOKENS + 256,
-            order="token",
             wait_ms=20_000,
         )
         with worker_process({"config": settings, "prompt": random_ids(TOKENS, seed), "steps": 1}) as process:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -166,6 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return command(client, Output(arguments.format == "json"), arguments)
     except StoreError as error:
         print(f"kvctl: {error.message}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails too
         return 1
     except (grpc.RpcError, KeyboardInterrupt) as error:
         print(f"kvctl: {error!r}", file=sys.stderr)

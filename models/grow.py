@@ -17,13 +17,12 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from models import corpus
 from models.evaluate import load
 from models.network import Network
-from models.train import AVERAGE, CURRICULUM, answer_logits, export, learning_rate, sample_batch
+from models.train import AVERAGE, CURRICULUM, export, learn, learning_rate, sample_batch
 
 SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
@@ -57,17 +56,10 @@ def refine(network: Network, tokenizer: tokenizers.Tokenizer, args: argparse.Nam
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, 1 - spent / args.minutes, args.rate)
         batch = sample_batch(CURRICULUM[-1 - (rng.random() < 0.5)], tokenizer, words, rng)
-        logits, targets = answer_logits(network, batch)
-        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        average.update_parameters(network)
-        right = (logits.argmax(-1) == targets)[..., :3].all(-1).float().mean().item()
+        loss, right = learn(network, average, optimizer, batch)
         score, step = score + (right - score) * 0.08, step + 1
         if step % 20 == 0:
-            print(f"{spent:6.1f} min  step {step}  loss {loss.item():.3f}  mean {score:.3f}", flush=True)
+            print(f"{spent:6.1f} min  step {step}  loss {loss:.3f}  mean {score:.3f}", flush=True)
     return average.module
 
 

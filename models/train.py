@@ -286,6 +286,21 @@ def answer_logits(network: Network, batch: Batch) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
+def learn(
+    network: Network, average: AveragedModel, optimizer: torch.optim.Optimizer, batch: Batch
+) -> tuple[float, float]:
+    """One step of the weights and of their average: (loss, part of the answers that were right)."""
+    logits, targets = answer_logits(network, batch)
+    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
+    average.update_parameters(network)
+    right = (logits.argmax(-1) == targets)[..., :3].all(-1).float().mean().item()
+    return loss.item(), right
+
+
 def learning_rate(step: int, left: float, peak: float) -> float:
     """Short warm-up; the last quarter of the time decays to a twentieth."""
     return peak * min(1.0, (step + 1) / 50) * max(0.05, min(1.0, left * 4))
@@ -319,20 +334,13 @@ def train(args: argparse.Namespace) -> None:
         rate = learning_rate(step, 1 - spent / budget, args.rate)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        logits, targets = answer_logits(network, sample_batch(stage, tokenizer, words, rng))
-        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        average.update_parameters(network)
-        right = (logits.argmax(-1) == targets)[..., :3].all(-1).float().mean().item()
+        loss, right = learn(network, average, optimizer, sample_batch(stage, tokenizer, words, rng))
         score += (right - score) * 0.08
         step += 1
         if step % 20 == 0:
             print(
                 f"{spent / 60:6.1f} min  step {step}  stage {stage_index}"
-                f"  loss {loss.item():.3f}  right {right:.3f}  mean {score:.3f}",
+                f"  loss {loss:.3f}  right {right:.3f}  mean {score:.3f}",
                 flush=True,
             )
         if score > PASS_MARK and not final:

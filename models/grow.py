@@ -1,8 +1,8 @@
-"""Insert a layer into a trained retriever and go on training: block expansion.
+"""Go on training a retriever on noisy and longer texts, with a layer more if asked: block expansion.
 
     python -m models.grow --model models/retriever --at 1 --minutes 15
 
-The new layer is a copy of the one at `at` whose two outputs are zero, so it changes nothing at first.
+Without `--at` no layer is inserted.  The new layer is a copy of the one at `at` whose two outputs are zero, so it changes nothing at first.
 Why: layer 0 writes what the induction layer's query is made of.  A query that is predicted one layer
 ahead, from the input of the layer before, can only be right if another layer lies between the two.
 """
@@ -22,8 +22,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from models import corpus
 from models.evaluate import load
 from models.network import Network
-from models.train import AVERAGE, CURRICULUM, export, learn, learning_rate, sample_batch
+from models.train import AVERAGE, CURRICULUM, LONG, export, learn, learning_rate, sample_batch
 
+STAGES = (*CURRICULUM[-2:], LONG)
 SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -55,7 +56,7 @@ def refine(network: Network, tokenizer: tokenizers.Tokenizer, args: argparse.Nam
         rng = random.Random(f"{args.seed}/grow/{step}")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, 1 - spent / args.minutes, args.rate)
-        batch = sample_batch(CURRICULUM[-1 - (rng.random() < 0.5)], tokenizer, words, rng)
+        batch = sample_batch(rng.choice(STAGES), tokenizer, words, rng, noise=True)
         loss, right = learn(network, average, optimizer, batch)
         score, step = score + (right - score) * 0.08, step + 1
         if step % 20 == 0:
@@ -66,7 +67,7 @@ def refine(network: Network, tokenizer: tokenizers.Tokenizer, args: argparse.Nam
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=corpus.HERE / "retriever", help="read and replaced")
-    parser.add_argument("--at", type=int, default=1, help="the layer before which the new one goes")
+    parser.add_argument("--at", type=int, help="insert a layer before this one")
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--rate", type=float, default=5e-4, help="peak learning rate")
@@ -74,7 +75,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     network, tokenizer = load(args.model)
-    export(args.model, refine(grown(network, args.at), tokenizer, args), tokenizer)
+    if args.at is not None:
+        network = grown(network, args.at)
+    export(args.model, refine(network, tokenizer, args), tokenizer)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ CURRICULUM = (
     Stage(1024, 96, 32, 6, span=131072, crowd=16),
     Stage(2048, 128, 64, 3, span=131072, crowd=64),
 )
+LONG = Stage(4096, 160, 96, 1, span=131072, crowd=32)  # for what follows the curriculum
+NOISE_MAX = 0.3  # share of a text's tokens that are replaced, at most
 PASS_MARK = 0.93
 AVERAGE = 0.99  # the export is a moving average over about a hundred steps
 
@@ -206,11 +208,33 @@ class Batch:
     question_tokens: int
 
 
+def disturb(
+    encoded: list[list[int]], is_fact: list[bool], tokenizer: tokenizers.Tokenizer, rng: random.Random
+) -> None:
+    """Replace tokens of the text by unknown and random ones, as in texts on other subjects.
+
+    A replaced token may become a colon, but no key of a fact comes to stand before one.
+    """
+    unknown, colon = tokenizer.token_to_id("[UNK]"), tokenizer.token_to_id(":")
+    keys = {tokens[0] for tokens, fact in zip(encoded, is_fact, strict=True) if fact}
+    share, size = NOISE_MAX * rng.random(), tokenizer.get_vocab_size()
+    choices = (lambda: unknown, lambda: rng.randrange(size), lambda: colon)
+    before = unknown
+    for tokens, fact in zip(encoded, is_fact, strict=True):
+        for place, token in enumerate(tokens if not fact else ()):
+            if rng.random() < share:
+                token = rng.choices(choices, (5, 5, 1))[0]()
+            tokens[place] = unknown if token == colon and before in keys else token
+            before = tokens[place]
+        before = tokens[-1] if tokens else before
+
+
 def sample_batch(
     stage: Stage,
     tokenizer: tokenizers.Tokenizer,
     words: list[str],
     rng: random.Random,
+    noise: bool = False,
 ) -> Batch:
     """Documents of the training text, each followed by some of its facts once more."""
     ids, positions, crowd = [], [], []
@@ -219,7 +243,11 @@ def sample_batch(
         document = corpus.build_document(words, stage.tokens, facts, rng.getrandbits(60), "train")
         asked = rng.sample(document.facts, stage.questions)
         lines = document.text.splitlines()
+        fact_lines = {fact.line for fact in document.facts}
+        is_fact = [line in fact_lines for line in lines]
         encoded = [line.ids for line in tokenizer.encode_batch_fast(lines)]
+        if noise:
+            disturb(encoded, is_fact, tokenizer, rng)
         questions = tokenizer.encode(" ".join(fact.line for fact in asked)).ids
         row = [token for line in encoded for token in line] + questions
 
@@ -235,11 +263,10 @@ def sample_batch(
             place += range(skipped + len(place), skipped + len(place) + len(line))
         place += range(skipped + len(place), skipped + len(row))
 
-        fact_lines = {fact.line for fact in document.facts}
         weight = math.log(stage.crowd) * rng.random()
         heavy: list[float] = []
-        for line, tokens in zip(lines, encoded, strict=True):
-            heavy += [0.0 if line in fact_lines else weight] * len(tokens)
+        for fact, tokens in zip(is_fact, encoded, strict=True):
+            heavy += [0.0 if fact else weight] * len(tokens)
         ids.append(row)
         positions.append(place)
         crowd.append(heavy + [0.0] * len(questions))

@@ -156,6 +156,9 @@ class DataPlane:
         frame_bytes, evictions, promotes_dropped, packs_open, uploads_open, workers, rings, bound_slots, wakes,
         sleeps, store_bytes,
         warm_bytes (read ahead by `warm`, part of nvme_read_bytes)."""
+    def census(self) -> dict[str, int]:
+        """Both sides of what must add up, counted in different places: runs = runs_ended + runs_in_flight,
+        blocks_landed = blocks_valid + blocks_evicted (4 KiB blocks of frames), frames_used = frames_held."""
     def drain_trace(self) -> NDArray[np.uint64]:
         """Copy times of tickets since the last call (a bounded ring of the latest 4096), uint64[n, 6]:
         (worker << 16 | ring, seq, step << 16 | layer, seen_ns, first_copy_ns or 0, done_ns), CLOCK_MONOTONIC."""

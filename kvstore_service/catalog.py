@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore_service.types import KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
+from kvstore_service.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
 CATALOG_VERSION = 1
 TENANT_KEY_BYTES = 32
@@ -31,6 +31,8 @@ CREATE TABLE IF NOT EXISTS sidecars (
   pack_id BLOB NOT NULL REFERENCES packs(pack_id), build BLOB NOT NULL, kind TEXT NOT NULL, parameters BLOB NOT NULL,
   file TEXT NOT NULL UNIQUE, file_bytes INTEGER NOT NULL,
   PRIMARY KEY (pack_id, build, kind, parameters)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS packs_by_parent ON packs(parent);
+CREATE TABLE IF NOT EXISTS pins (pack_id BLOB PRIMARY KEY) WITHOUT ROWID;
 """
 _PACK_COLUMNS = (
     "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file, file_bytes, created_s"
@@ -97,17 +99,20 @@ class Catalog:
         sidecars = {file for (file,) in self._db.execute("SELECT file FROM sidecars")}
         damaged = [row for row in packs.values() if _size_of(self.packs_dir / row.file) != row.file_bytes]
         removed = []
-        for directory, known in ((self.packs_dir, packs.keys()), (self.sidecars_dir, sidecars)):
-            for path in directory.iterdir():
-                if path.name not in known:
-                    path.unlink()
-                    removed.append(path.name)
+        for path in self.data_files():
+            if path.name not in (packs if path.parent == self.packs_dir else sidecars):
+                path.unlink()
+                removed.append(path.name)
         return {row.ref.pack_id: row for row in damaged}, removed
 
-    def mark_damaged(self, row: PackRow) -> None:
-        """A check failed: the pack is served no more."""
+    def mark_damaged(self, row: PackRow) -> bool:
+        """A check failed: the pack is served no more. False if it is not stored any more, or as another build."""
+        held = self._select(row.ref.pack_id)
+        if held is None or held.ref.build != row.ref.build:
+            return False
         with self._lock:
             self.damaged[row.ref.pack_id] = row
+        return True
 
     def tenant_key(self, tenant: str) -> bytes:
         """The tenant's 32 random bytes, created with its first use. Pack ids are keyed by it."""
@@ -146,12 +151,16 @@ class Catalog:
             (sidecar_bytes,) = self._db.execute("SELECT coalesce(sum(file_bytes), 0) FROM sidecars").fetchone()
         return packs, pack_bytes, pack_bytes + sidecar_bytes
 
-    def commit_packs(self, rows: Sequence[PackRow]) -> list[PackRow]:
+    def commit_packs(self, rows: Sequence[PackRow]) -> list[PackRow | None]:
         """One transaction for rows whose files are durable. The answer has, in order, what the store holds now:
-        the row itself, or the winner that had its id before. A damaged row gives way."""
-        winners = []
+        the row itself, the winner that had its id before, or None if the parent is gone. A damaged row gives way."""
+        winners: list[PackRow | None] = []
         with self._transaction() as db:
             for row in rows:
+                parents = db.execute("SELECT count(*) FROM packs WHERE pack_id = ?", (row.parent,)).fetchone()[0]
+                if not parents and row.parent != NO_PARENT:
+                    winners.append(None)
+                    continue
                 if row.ref.pack_id in self.damaged:
                     db.execute("DELETE FROM sidecars WHERE pack_id = ?", (row.ref.pack_id,))
                     db.execute("DELETE FROM packs WHERE pack_id = ?", (row.ref.pack_id,))
@@ -159,10 +168,69 @@ class Catalog:
                 db.execute(f"INSERT OR IGNORE INTO packs ({_PACK_COLUMNS}) VALUES ({marks})", _pack_values(row))
                 held = db.execute(f"SELECT {_PACK_COLUMNS} FROM packs WHERE pack_id = ?", (row.ref.pack_id,)).fetchone()
                 winners.append(_pack_row(held))
-        for row in rows:
-            if (replaced := self.damaged.pop(row.ref.pack_id, None)) is not None:
+        for row, winner in zip(rows, winners, strict=True):
+            if winner is not None and (replaced := self.damaged.pop(row.ref.pack_id, None)) is not None:
                 (self.packs_dir / replaced.file).unlink(missing_ok=True)
         return winners
+
+    def descendants(self, pack_id: bytes) -> list[PackRow]:
+        """Every pack that continues this one, directly or not."""
+        query = f"""
+            WITH RECURSIVE below(id) AS (
+              SELECT pack_id FROM packs WHERE parent = ?
+              UNION SELECT packs.pack_id FROM packs JOIN below ON packs.parent = below.id)
+            SELECT {_PACK_COLUMNS} FROM packs WHERE pack_id IN below"""
+        with self._lock:
+            return [_pack_row(row) for row in self._db.execute(query, (pack_id,)).fetchall()]
+
+    def remove_pack(self, row: PackRow) -> int:
+        """Forgets a pack and its sidecars, then removes their files; what a crash leaves goes with the next start.
+
+        Returns the bytes. NOT_FOUND; FAILED_PRECONDITION if it is pinned or another pack continues it."""
+        name, build = row.ref.pack_id, row.ref.build
+        with self._transaction() as db:
+            if db.execute("SELECT count(*) FROM pins WHERE pack_id = ?", (name,)).fetchone()[0]:
+                raise StoreError("FAILED_PRECONDITION", f"pack {name.hex()} is pinned; unpin it first")
+            children = db.execute("SELECT count(*) FROM packs WHERE parent = ?", (name,)).fetchone()[0]
+            if children:
+                reason = f"pack {name.hex()} is continued by {children} packs; evict its descendants with it"
+                raise StoreError("FAILED_PRECONDITION", reason)
+            found = db.execute("SELECT file, file_bytes FROM sidecars WHERE pack_id = ?", (name,)).fetchall()
+            db.execute("DELETE FROM sidecars WHERE pack_id = ?", (name,))
+            if not db.execute("DELETE FROM packs WHERE pack_id = ? AND build = ?", (name, build)).rowcount:
+                raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored")
+        self.damaged.pop(name, None)
+        (self.packs_dir / row.file).unlink(missing_ok=True)
+        for file, _ in found:
+            (self.sidecars_dir / file).unlink(missing_ok=True)
+        return row.file_bytes + sum(size for _, size in found)
+
+    def pin(self, pack_ids: Iterable[bytes], pinned: bool) -> None:
+        """All or none; durable on return. NOT_FOUND if a pack to be pinned is not stored."""
+        with self._transaction() as db:
+            for name in pack_ids:
+                if not pinned:
+                    db.execute("DELETE FROM pins WHERE pack_id = ?", (name,))
+                    continue
+                if not db.execute("SELECT count(*) FROM packs WHERE pack_id = ?", (name,)).fetchone()[0]:
+                    raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored")
+                db.execute("INSERT OR IGNORE INTO pins VALUES (?)", (name,))
+
+    def is_pinned(self, pack_id: bytes) -> bool:
+        with self._lock:
+            return bool(self._db.execute("SELECT count(*) FROM pins WHERE pack_id = ?", (pack_id,)).fetchone()[0])
+
+    def data_files(self) -> list[Path]:
+        """Every file under packs/ and sidecars/."""
+        return [path for directory in (self.packs_dir, self.sidecars_dir) for path in directory.iterdir()]
+
+    def files(self) -> dict[Path, int]:
+        """Every file that a row stands for, with its size in bytes."""
+        with self._lock:
+            packs = self._db.execute("SELECT file, file_bytes FROM packs").fetchall()
+            found = self._db.execute("SELECT file, file_bytes FROM sidecars").fetchall()
+        sizes = {self.packs_dir / file: size for file, size in packs}
+        return sizes | {self.sidecars_dir / file: size for file, size in found}
 
     def sidecar(self, key: SidecarKey) -> SidecarRow | None:
         query = "SELECT file, file_bytes FROM sidecars WHERE pack_id = ? AND build = ? AND kind = ? AND parameters = ?"

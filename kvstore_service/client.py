@@ -406,6 +406,30 @@ class AdminClient(_Client):
             request = admin_pb.VerifyRequest(pack_ids=pack_ids)
             yield from self._stub.Verify(request, timeout=timeout_s, metadata=self._metadata(request_id))
 
+    def pin(self, pack_ids: Sequence[bytes]) -> None:
+        """Protects packs from eviction, durably; all or, if one is NOT_FOUND, none."""
+        self._call(self._stub.Pin, admin_pb.PinRequest(pack_ids=pack_ids))
+
+    def unpin(self, pack_ids: Sequence[bytes]) -> None:
+        self._call(self._stub.Unpin, admin_pb.UnpinRequest(pack_ids=pack_ids))
+
+    def evict(self, pack_ids: Sequence[bytes], descendants: bool = False) -> list[admin_pb.EvictedPack]:
+        """Removes packs with their sidecars, each whole or not at all; one result per pack, `code` 0 where it went.
+
+        Refused (FAILED_PRECONDITION) for a pack that is pinned, attached to a session, or continued by a pack that
+        stays; `descendants` evicts those too."""
+        request = admin_pb.EvictRequest(pack_ids=pack_ids, descendants=descendants)
+        return list(self._call(self._stub.Evict, request, COMMIT_TIMEOUT_S).packs)
+
+    def audit(self) -> list[admin_pb.AuditCheck]:
+        """What must be equal, compared: catalogue and files, references, runs, frames, lookups."""
+        return list(self._call(self._stub.Audit, admin_pb.AuditRequest(), COMMIT_TIMEOUT_S).checks)
+
+    @property
+    def token(self) -> str:
+        """What other gRPC clients send as metadata `kvstore-token`; it is valid until `close`."""
+        return self._connection.token
+
     def drain(self) -> None:
         """From now on the daemon refuses new work."""
         self._call(self._stub.Drain, admin_pb.DrainRequest())

@@ -1,15 +1,22 @@
-"""kvctl: what an operator asks of the node's daemon."""
+"""kvctl: what an operator asks of the node's daemon.
+
+0: done. 1: a failure, or damage found, or a pack that could not be evicted. 2: wrong usage.
+"""
 
 import argparse
 import json
 import os
+import re
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-import grpc
+import shtab
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from google.rpc import code_pb2
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -19,6 +26,7 @@ from kvstore_service.settings import default_broker, default_socket
 from kvstore_service.types import StoreError, format_size
 
 ID_DIGITS = 16
+POLL_S = 0.2
 
 Row = dict[str, Any]
 
@@ -92,6 +100,77 @@ def packs(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
     return 0
 
 
+def _pinning(pinned: bool) -> "Command":
+    def command(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+        wanted, done = _pack_ids(client, arguments.packs), "pinned" if pinned else "unpinned"
+        (client.pin if pinned else client.unpin)(wanted)
+        if output.as_json:
+            output.values("", {done: [name.hex() for name in wanted]})
+        else:
+            output.console.print(f"{len(wanted)} packs {done}")
+        return 0
+
+    return command
+
+
+def evict(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """1 if a pack stays that should have gone."""
+    wanted = _pack_ids(client, arguments.packs)
+    if arguments.unused:
+        newest_s = time.time() - arguments.older_than
+        wanted += [
+            item.pack_id
+            for item in client.list_packs()
+            if not (item.references or item.pinned or item.created_s > newest_s or item.pack_id in wanted)
+        ]
+    if arguments.dry_run:
+        chosen = [_plain(item) for item in client.list_packs() if item.pack_id in wanted]
+        output.rows("packs that would be evicted", chosen)
+        return 0
+    results = client.evict(wanted, arguments.descendants) if wanted else []
+    stayed = [
+        {"pack_id": item.pack_id.hex(), "code": code_pb2.Code.Name(item.code), "reason": item.message}
+        for item in results
+        if item.code
+    ]
+    freed = sum(item.freed_bytes for item in results)
+    gone = len(results) - len(stayed)
+    if output.as_json:
+        output.values("", {"evicted": gone, "freed_bytes": freed, "stayed": stayed})
+    else:
+        output.console.print(f"{gone} packs evicted, {format_size(freed)} freed, {len(stayed)} stayed")
+        if stayed:
+            output.rows("packs that stayed", stayed)
+    return 1 if stayed else 0
+
+
+def audit(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """1 if a check fails."""
+    checks = [_plain(check) for check in client.audit()]
+    output.rows("checks", checks)
+    return 0 if all(check["ok"] for check in checks) else 1
+
+
+def drain(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """1 if sessions are still open after --wait."""
+    client.drain()
+    deadline = time.monotonic() + arguments.wait
+    while (left := client.get_status().sessions) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if output.as_json:
+        output.values("", {"state": "draining", "sessions": left})
+    else:
+        output.console.print(f"draining: new work is refused until the daemon is started anew; {left} sessions open")
+    return 1 if left and arguments.wait else 0
+
+
+def token(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """Until Ctrl-C, SIGTERM or the end of stdin: the token ends with this connection."""
+    print(client.token, flush=True)
+    sys.stdin.read()
+    return 0
+
+
 def config(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
     found = client.get_config()
     output.rows(
@@ -103,7 +182,7 @@ def config(client: AdminClient, output: Output, arguments: argparse.Namespace) -
 
 def verify(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
     """1 if any pack is damaged."""
-    wanted = [_pack_id(client, text) for text in arguments.packs]
+    wanted = _pack_ids(client, arguments.packs)
     damaged: list[Row] = []
     total_bytes = checked = 0
     columns = (
@@ -133,33 +212,109 @@ def verify(client: AdminClient, output: Output, arguments: argparse.Namespace) -
 Command = Callable[[AdminClient, Output, argparse.Namespace], int]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; --help says the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvctl: {message}; see {self.prog} --help\n")
+
+
+def _common(suppress: bool) -> _Parser:
+    """The flags that may stand before the command and behind it; behind it they have no defaults."""
+
+    def default(value: Any) -> Any:
+        return argparse.SUPPRESS if suppress else value
+
+    flags = _Parser(add_help=False)
+    flags.add_argument(
+        "--socket", default=default(default_socket()), help=f"gRPC socket of kvstored (default: {default_socket()})"
+    )
+    flags.add_argument(
+        "--broker", default=default(None), help="its broker socket (default: broker.sock beside the gRPC socket)"
+    )
+    flags.add_argument("--format", choices=("table", "json"), default=default("table"), help="(default: table)")
+    flags.add_argument(
+        "--timeout", type=_seconds, default=default(10.0), metavar="S", help="deadline of a call (default: 10)"
+    )
+    return flags
+
+
 def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(prog="kvctl", description="Asks the node's kvstored.", allow_abbrev=False)
-    flags.add_argument("--socket", default=default_socket(), help="gRPC socket of kvstored (default: %(default)s)")
-    flags.add_argument("--broker", help="its broker socket (default: broker.sock beside the gRPC socket)")
-    flags.add_argument("--format", choices=("table", "json"), default="table")
-    flags.add_argument("--timeout", type=float, default=10.0, metavar="S", help="deadline of a call (default: 10)")
+    flags = _Parser(
+        prog="kvctl", description="Asks the node's kvstored.", allow_abbrev=False, parents=[_common(suppress=False)]
+    )
     commands = flags.add_subparsers(metavar="COMMAND", required=True)
+    common = _common(suppress=True)
 
     def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False, parents=[common])
         sub.set_defaults(command=command)
         return sub
+
+    def add_packs(sub: argparse.ArgumentParser, count: str, text: str = "") -> None:
+        sub.add_argument("packs", nargs=count, metavar="PACK", help=f"pack ids or unique beginnings of them{text}")
 
     add("status", status, "state, sizes and counters")
     add("sessions", sessions, "open sessions")
     add("describe", describe, "one session and its packs").add_argument("session")
     add("packs", packs, "stored packs")
-    add("verify", verify, "read every block and check its CRC").add_argument(
-        "packs", nargs="*", metavar="PACK", help="pack ids or unique beginnings of them (default: all)"
+    add_packs(add("pin", _pinning(True), "protect packs from eviction, durably"), "+")
+    add_packs(add("unpin", _pinning(False), "let packs be evicted again"), "+")
+    removal = add("evict", evict, "remove packs with their sidecars from the store")
+    add_packs(removal, "*")
+    removal.add_argument("--descendants", action="store_true", help="also the packs that continue them")
+    removal.add_argument("--unused", action="store_true", help="also every pack that no session uses and nobody pinned")
+    removal.add_argument(
+        "--older-than", type=_age, default=0.0, metavar="AGE", help="of --unused only those older: 30m, 12h, 7d"
     )
+    removal.add_argument("--dry-run", action="store_true", help="only show which packs would go")
+    add_packs(add("verify", verify, "read every block and check its CRC"), "*", " (default: all)")
+    add("audit", audit, "compare what must be equal: catalogue and files, references, runs, frames")
     add("config", config, "the daemon's configuration and where each value came from")
+    add("drain", drain, "refuse new work from now on; SIGTERM then ends the daemon").add_argument(
+        "--wait", type=_seconds, default=0.0, metavar="S", help="until no session is open, at most S seconds"
+    )
+    add("token", token, "print a token for other gRPC clients (grpcurl); it is valid while this command runs")
+    completion = commands.add_parser("completion", help="print the completion script of a shell", allow_abbrev=False)
+    completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     return flags
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: write seconds, 0 or more")
+    return value
+
+
+def _age(text: str) -> float:
+    match = re.fullmatch(r"(\d+)([smhd])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: write an age such as 90s, 30m, 12h or 7d")
+    return int(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
+
+
+def _usage_error(arguments: argparse.Namespace) -> str:
+    if arguments.command is evict and not (arguments.packs or arguments.unused):
+        return "evict needs packs or --unused"
+    if arguments.command is evict and arguments.older_than and not arguments.unused:
+        return "--older-than chooses among --unused; give both"
+    return "--timeout 0: write seconds above 0" if not arguments.timeout else ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, 1 for a failure (or damage found), 2 for wrong usage."""
-    arguments = parser().parse_args(argv)
+    """Returns the exit status."""
+    flags = parser()
+    arguments = flags.parse_args(argv)
+    if "shell" in arguments:
+        print(shtab.complete(flags, arguments.shell))
+        return 0
+    if problem := _usage_error(arguments):
+        flags.error(problem)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     broker = arguments.broker or _broker_beside(arguments.socket)
     try:
         with AdminClient.connect(arguments.socket, broker, arguments.timeout) as client:
@@ -171,9 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails too
         return 1
-    except (grpc.RpcError, KeyboardInterrupt) as error:
-        print(f"kvctl: {error!r}", file=sys.stderr)
-        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _broker_beside(socket: str) -> str:
@@ -182,11 +336,17 @@ def _broker_beside(socket: str) -> str:
     return socket.rpartition("/")[0] + "/broker.sock" if "/" in socket else "broker.sock"
 
 
-def _pack_id(client: AdminClient, text: str) -> bytes:
-    matches = [item.pack_id for item in client.list_packs() if item.pack_id.hex().startswith(text.lower())]
-    if len(matches) != 1:
-        raise StoreError("NOT_FOUND", f"{len(matches)} packs begin with {text!r}; give more digits, see kvctl packs")
-    return matches[0]
+def _pack_ids(client: AdminClient, beginnings: Sequence[str]) -> list[bytes]:
+    """The packs that are meant, once each. NOT_FOUND for a beginning of none or of several."""
+    known = [item.pack_id for item in client.list_packs()] if beginnings else []
+    wanted: dict[bytes, None] = {}
+    for text in beginnings:
+        matches = [name for name in known if name.hex().startswith(text.lower())]
+        if len(matches) != 1:
+            count = len(matches) or "no"
+            raise StoreError("NOT_FOUND", f"{count} packs begin with {text!r}; see kvctl packs --format json")
+        wanted[matches[0]] = None
+    return list(wanted)
 
 
 def _plain(message: Message) -> Row:

@@ -15,6 +15,7 @@ from kvstore_service.types import PackRow, StoreError
 class _OpenPack:
     handle: int
     holders: int = 0
+    retired: bool = False
 
 
 class OpenPacks:
@@ -47,8 +48,31 @@ class OpenPacks:
                 self._idle[row.ref.build] = None
             while len(self._idle) > self._idle_max:
                 build, _ = self._idle.popitem(last=False)
-                with native.errors():
-                    self._plane.close_pack(self._open.pop(build).handle)
+                self._close(build)
+            if pack.retired and pack.holders == 0:
+                self._close(row.ref.build)
+
+    def retire(self, row: PackRow) -> None:
+        """The pack's file is gone: its handle goes too, now or with its last holder."""
+        with self._lock:
+            pack = self._open.get(row.ref.build)
+            if pack is None:
+                return
+            pack.retired = True
+            if pack.holders == 0:
+                self._close(row.ref.build)
+
+    def _close(self, build: bytes) -> None:
+        self._idle.pop(build, None)
+        pack = self._open.pop(build, None)
+        if pack is not None:
+            with native.errors():
+                self._plane.close_pack(pack.handle)
+
+    def holders(self) -> tuple[int, int]:
+        """(open packs, holders of all of them)."""
+        with self._lock:
+            return len(self._open), sum(pack.holders for pack in self._open.values())
 
     @contextmanager
     def using(self, row: PackRow) -> Iterator[int]:
@@ -69,7 +93,8 @@ class OpenPacks:
                 spec = self._plane.pack_spec(handle)
         except StoreError as error:
             if error.code in ("DATA_LOSS", "NOT_FOUND"):
-                self._catalog.mark_damaged(row)
+                if not self._catalog.mark_damaged(row):
+                    raise StoreError("NOT_FOUND", f"pack {row.ref.pack_id.hex()} is not stored any more") from error
                 raise StoreError("DATA_LOSS", f"pack {row.ref.pack_id.hex()}: {error.message}") from error
             raise
         if (spec.pack_id, spec.build, spec.tokens) != (row.ref.pack_id, row.ref.build, row.ref.tokens):

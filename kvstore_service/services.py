@@ -16,8 +16,8 @@ from kvstore_service.broker import Broker
 from kvstore_service.config import Config
 from kvstore_service.rpc import caller
 from kvstore_service.sessions import Session, Worker
-from kvstore_service.store import Store
-from kvstore_service.types import CommittedPack, PackRow, ReservedPack, StoreError
+from kvstore_service.store import DescribedPack, EvictedPack, Store
+from kvstore_service.types import CommittedPack, ReservedPack, StoreError
 
 PAGE_SIZE_MAX = 1000
 
@@ -170,7 +170,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
             session=_session(session),
             fingerprint=session.layout.fingerprint,
             declared_max_tokens=session.declared_max_tokens,
-            packs=[_pack(*self._store.described(row)) for row in list(session.packs)],
+            packs=[_pack(self._store.described(row)) for row in list(session.packs)],
         )
 
     def ListPacks(
@@ -182,8 +182,24 @@ class AdminService(admin_grpc.AdminServiceServicer):
         except ValueError:
             raise StoreError("INVALID_ARGUMENT", "page_token is none of this service's") from None
         packs = self._store.packs(after, limit)
-        token = packs[-1][0].ref.pack_id.hex() if len(packs) == limit else ""
-        return admin_pb.ListPacksResponse(packs=[_pack(*item) for item in packs], next_page_token=token)
+        token = packs[-1].row.ref.pack_id.hex() if len(packs) == limit else ""
+        return admin_pb.ListPacksResponse(packs=[_pack(item) for item in packs], next_page_token=token)
+
+    def Pin(self, request: admin_pb.PinRequest, context: grpc.ServicerContext) -> admin_pb.PinResponse:
+        self._store.pin(request.pack_ids, pinned=True)
+        return admin_pb.PinResponse()
+
+    def Unpin(self, request: admin_pb.UnpinRequest, context: grpc.ServicerContext) -> admin_pb.UnpinResponse:
+        self._store.pin(request.pack_ids, pinned=False)
+        return admin_pb.UnpinResponse()
+
+    def Evict(self, request: admin_pb.EvictRequest, context: grpc.ServicerContext) -> admin_pb.EvictResponse:
+        evicted = self._store.evict(request.pack_ids, request.descendants)
+        return admin_pb.EvictResponse(packs=[_evicted(item) for item in evicted])
+
+    def Audit(self, request: admin_pb.AuditRequest, context: grpc.ServicerContext) -> admin_pb.AuditResponse:
+        checks = [admin_pb.AuditCheck(name=c.name, ok=c.ok, detail=c.detail) for c in self._store.audit()]
+        return admin_pb.AuditResponse(checks=checks)
 
     def Verify(
         self, request: admin_pb.VerifyRequest, context: grpc.ServicerContext
@@ -237,7 +253,15 @@ def _session(session: Session) -> admin_pb.SessionSummary:
     )
 
 
-def _pack(row: PackRow, references: int, sidecars: list[str]) -> admin_pb.PackSummary:
+def _evicted(item: EvictedPack) -> admin_pb.EvictedPack:
+    if item.error is None:
+        return admin_pb.EvictedPack(pack_id=item.pack_id, freed_bytes=item.freed_bytes)
+    code = code_pb2.Code.Value(item.error.code)
+    return admin_pb.EvictedPack(pack_id=item.pack_id, code=code, message=item.error.message)
+
+
+def _pack(item: DescribedPack) -> admin_pb.PackSummary:
+    row = item.row
     return admin_pb.PackSummary(
         pack_id=row.ref.pack_id,
         build=row.ref.build,
@@ -248,7 +272,10 @@ def _pack(row: PackRow, references: int, sidecars: list[str]) -> admin_pb.PackSu
         lanes=row.layout.kinds[0].lanes,
         record_bytes=row.layout.kinds[0].record_bytes,
         bytes=row.file_bytes,
-        references=references,
+        references=item.references,
         created_s=row.created_s,
-        sidecars=sidecars,
+        sidecars=item.sidecars,
+        first_token=row.ref.first_token,
+        pinned=item.pinned,
+        damaged=item.damaged,
     )

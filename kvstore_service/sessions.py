@@ -4,6 +4,8 @@ import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvstore_service.types import Layout, PackRow, RingGeometry, StoreError, Violation
@@ -73,6 +75,7 @@ class Sessions:
         self._workers: dict[str, Worker] = {}
         self._sessions: dict[str, Session] = {}
         self._references: Counter[bytes] = Counter()
+        self._condemned: set[bytes] = set()
 
     def add_worker(self, uid: int, pid: int, name: str) -> Worker:
         worker = Worker(secrets.token_hex(TOKEN_BYTES), uid, pid, name)
@@ -110,9 +113,36 @@ class Sessions:
         return session
 
     def append(self, session: Session, packs: list[PackRow]) -> None:
+        """From here on the packs cannot be evicted. NOT_FOUND if one is being evicted."""
         with self._lock:
+            for row in packs:
+                if row.ref.pack_id in self._condemned:
+                    raise StoreError("NOT_FOUND", f"pack {row.ref.pack_id.hex()} is being evicted")
             session.packs.extend(packs)
             self._references.update(row.ref.pack_id for row in packs)
+
+    def retract(self, session: Session) -> None:
+        """Takes the last pack back."""
+        with self._lock:
+            self._references.subtract([session.packs.pop().ref.pack_id])
+            self._references += Counter()
+
+    @contextmanager
+    def condemned(self, pack_id: bytes) -> Iterator[None]:
+        """While it is held, no session can take the pack. FAILED_PRECONDITION if one has it."""
+        with self._lock:
+            if count := self._references[pack_id]:
+                raise StoreError(
+                    "FAILED_PRECONDITION", f"pack {pack_id.hex()} is attached to {count} sessions; close them first"
+                )
+            if pack_id in self._condemned:
+                raise StoreError("ABORTED", f"pack {pack_id.hex()} is being evicted by another call")
+            self._condemned.add(pack_id)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._condemned.remove(pack_id)
 
     def close(self, session: Session) -> None:
         with self._lock:
@@ -140,6 +170,10 @@ class Sessions:
     def references(self, pack_id: bytes) -> int:
         with self._lock:
             return self._references[pack_id]
+
+    def references_total(self) -> int:
+        with self._lock:
+            return self._references.total()
 
     def workers(self) -> list[Worker]:
         with self._lock:

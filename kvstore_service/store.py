@@ -11,13 +11,13 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore_service import memory, native, sidecars
+from kvstore_service import audit, memory, native, sidecars
 from kvstore_service.catalog import Catalog
 from kvstore_service.config import Config
 from kvstore_service.packs import OpenPacks
@@ -43,6 +43,8 @@ RINGS_MAX = 64
 IDLE_PACKS_MAX = 4096
 CANDIDATES_MAX = 16384
 CHAINS_MAX = 8
+AUDIT_LOOKS = 4
+AUDIT_PAUSE_S = 0.05
 
 log = logging.getLogger("kvstored.store")
 
@@ -53,6 +55,24 @@ class Registered:
 
     worker_id: int
     descriptors: list[int]
+
+
+@dataclass(frozen=True)
+class DescribedPack:
+    """A stored pack with what an operator wants to know of it; `references`: sessions that it is attached to."""
+
+    row: PackRow
+    references: int
+    sidecars: list[str]
+    pinned: bool
+    damaged: bool
+
+
+@dataclass(frozen=True)
+class EvictedPack:
+    pack_id: bytes
+    freed_bytes: int
+    error: StoreError | None = None
 
 
 class Store:
@@ -193,6 +213,16 @@ class Store:
 
     def lookup_prefix(self, worker: Worker, fingerprint: bytes, candidates: Sequence[PrefixCandidate]) -> list[PackRef]:
         """The longest chain of whole packs from token 0, over candidates that may overlap (different pack sizes)."""
+        self._count("lookups")
+        try:
+            longest = self._longest(worker, fingerprint, candidates)
+        except BaseException:
+            self._count("lookup_errors")
+            raise
+        self._count("lookup_hits" if longest else "lookup_misses")
+        return longest
+
+    def _longest(self, worker: Worker, fingerprint: bytes, candidates: Sequence[PrefixCandidate]) -> list[PackRef]:
         if len(candidates) > CANDIDATES_MAX:
             raise StoreError("INVALID_ARGUMENT", f"{len(candidates)} candidates; at most {CANDIDATES_MAX}")
         key = self._tenant_key(worker)
@@ -204,7 +234,6 @@ class Store:
                 if row is not None and row.ref.tokens == item.tokens and len(ending[row.ref.end]) < CHAINS_MAX:
                     ending[row.ref.end].append([*chain, row.ref])
         longest = ending[max(ending)][0]
-        self._count("lookups")
         self._count("lookup_tokens_found", longest[-1].end if longest else 0)
         return longest
 
@@ -231,16 +260,21 @@ class Store:
 
     def _append(self, session: Session, row: PackRow) -> None:
         worker = session.worker
-        for slot in sorted(session.slots):
-            handle = self._packs.acquire(row)
-            try:
-                with native.errors():
-                    self._plane.extend(_registered(worker), slot, handle)
-            except BaseException:
-                self._packs.release(row)
-                raise
-            worker.bound[slot].packs.append(row)
         self.sessions.append(session, [row])
+        try:
+            self._row(row.ref, worker)  # it may have been evicted just before
+            for slot in sorted(session.slots):
+                handle = self._packs.acquire(row)
+                try:
+                    with native.errors():
+                        self._plane.extend(_registered(worker), slot, handle)
+                except BaseException:
+                    self._packs.release(row)
+                    raise
+                worker.bound[slot].packs.append(row)
+        except BaseException:
+            self.sessions.retract(session)
+            raise
 
     # slots
 
@@ -377,6 +411,47 @@ class Store:
         """Refuses new work from now on; what is open goes on."""
         self.draining.set()
 
+    def pin(self, pack_ids: Sequence[bytes], pinned: bool) -> None:
+        """All or none. NOT_FOUND."""
+        self._catalog.pin(pack_ids, pinned)
+
+    def evict(self, pack_ids: Sequence[bytes], descendants: bool) -> list[EvictedPack]:
+        """Removes each pack as a whole or says why not; packs go before those that they continue."""
+        rows: dict[bytes, PackRow] = {}
+        results: list[EvictedPack] = []
+        for name in dict.fromkeys(pack_ids):
+            try:
+                rows[name] = self._catalog.any_pack(name)
+            except StoreError as error:
+                results.append(EvictedPack(name, 0, error))
+                continue
+            if descendants:
+                rows.update((row.ref.pack_id, row) for row in self._catalog.descendants(name))
+        for row in sorted(rows.values(), key=lambda row: -row.ref.first_token):
+            try:
+                results.append(EvictedPack(row.ref.pack_id, self._evict(row)))
+            except StoreError as error:
+                results.append(EvictedPack(row.ref.pack_id, 0, error))
+        return results
+
+    def _evict(self, row: PackRow) -> int:
+        with self.sessions.condemned(row.ref.pack_id):
+            freed_bytes = self._catalog.remove_pack(row)
+            self._packs.retire(row)
+        self._count("packs_evicted")
+        self._count("packs_evicted_bytes", freed_bytes)
+        log.info("pack evicted pack_id=%s bytes=%d", row.ref.pack_id.hex(), freed_bytes)
+        return freed_bytes
+
+    def audit(self) -> list[audit.Check]:
+        """Compares what must be equal; see `kvstore_service.audit`."""
+        parts = audit.Audited(self._catalog, self._uploads, self._packs, self.sessions, self._plane, self._called)
+        return audit.read(parts, AUDIT_LOOKS, lambda: time.sleep(AUDIT_PAUSE_S))
+
+    def _called(self) -> dict[str, int]:
+        with self._counts_lock:
+            return dict(self._counts)
+
     def packs_to_verify(self, pack_ids: Sequence[bytes]) -> list[PackRow]:
         """The packs named, or all; NOT_FOUND."""
         return [self._catalog.any_pack(name) for name in pack_ids] if pack_ids else self._catalog.packs()
@@ -396,8 +471,6 @@ class Store:
     def counters(self) -> dict[str, int]:
         """Of the data plane and of the store, since the start."""
         packs, pack_bytes, stored_bytes = self._catalog.totals()
-        with self._counts_lock:
-            counts = dict(self._counts)
         gauges = {
             "packs": packs,
             "pack_bytes": pack_bytes,
@@ -407,18 +480,22 @@ class Store:
             "sessions": len(self.sessions.all()),
             "draining": int(self.draining.is_set()),
         }
-        return {**self._plane.stats(), **counts, **gauges}
+        return {**self._plane.stats(), **self._called(), **gauges}
 
     @property
     def uptime_s(self) -> float:
         return time.monotonic() - self._started_s
 
-    def packs(self, after: bytes, limit: int) -> list[tuple[PackRow, int, list[str]]]:
-        """(pack, references, kinds of its sidecars) in the order of ids."""
+    def packs(self, after: bytes, limit: int) -> list[DescribedPack]:
+        """In the order of ids."""
         return [self.described(row) for row in self._catalog.packs(after, limit)]
 
-    def described(self, row: PackRow) -> tuple[PackRow, int, list[str]]:
-        return row, self.sessions.references(row.ref.pack_id), self._catalog.sidecar_kinds(row.ref.pack_id)
+    def described(self, row: PackRow) -> DescribedPack:
+        name = row.ref.pack_id
+        return DescribedPack(
+            row, self.sessions.references(name), self._catalog.sidecar_kinds(name),
+            self._catalog.is_pinned(name), name in self._catalog.damaged,
+        )  # fmt: skip
 
     @contextmanager
     def _acting(self, worker: Worker, new: bool = False) -> Iterator[None]:
@@ -431,11 +508,13 @@ class Store:
             yield
 
     def _served(self, name: bytes, worker: Worker) -> PackRow | None:
-        with suppress(StoreError):
+        """None also for a damaged pack, which is counted: it has to be written again like one that is not there."""
+        try:
             row = self._catalog.pack(name)
-            if row is not None and row.tenant == worker.tenant:
-                return row
-        return None
+        except StoreError:
+            self._count("lookup_damaged")
+            return None
+        return row if row is not None and row.tenant == worker.tenant else None
 
     def _row(self, ref: PackRef, worker: Worker) -> PackRow:
         """The pack that a worker means: NOT_FOUND, DATA_LOSS, or FAILED_PRECONDITION for another build."""

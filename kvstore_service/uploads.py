@@ -107,12 +107,16 @@ class Uploads:
                 self._settle(upload, won=False)
                 results[upload.upload_id] = CommittedPack(None, error=error)
         for upload, winner in zip(finished, self._publish(finished), strict=True):
+            if winner is None:
+                self._settle(upload, won=False)
+                results[upload.upload_id] = CommittedPack(None, error=_orphaned(upload.row.parent))
+                continue
             exists = winner.ref.build != upload.row.ref.build
             results[upload.upload_id] = CommittedPack(winner.ref, exists=exists)
             self._settle(upload, won=not exists)
         return [results[upload_id] for upload_id in upload_ids]
 
-    def _publish(self, finished: Sequence[Upload]) -> list[PackRow]:
+    def _publish(self, finished: Sequence[Upload]) -> list[PackRow | None]:
         """Directory, then rows: from here on the packs are served."""
         if not finished:
             return []
@@ -160,6 +164,11 @@ class Uploads:
     def open_count(self) -> int:
         with self._lock:
             return len(self._uploads)
+
+    def promised(self) -> tuple[int, dict[Path, int]]:
+        """(bytes set aside, files of open uploads with the bytes that each will have)."""
+        with self._lock:
+            return self._promised_bytes, {self._path(u.row): u.row.file_bytes for u in self._uploads.values()}
 
     def _rows(self, session: Session, reservations: Sequence[PackReservation], tenant_key: bytes) -> list[PackRow]:
         """What the reservations would become, with fresh builds; checks the chain."""
@@ -230,9 +239,7 @@ class Uploads:
         parent = upload.row.parent
         if parent == NO_PARENT or any(other.row.ref.pack_id == parent for other in batch) or self._served(parent):
             return None
-        return StoreError(
-            "FAILED_PRECONDITION", f"parent {parent.hex()} is not stored; commit it before or with this one"
-        )
+        return _orphaned(parent)
 
     def _finish(self, upload: Upload) -> StoreError | None:
         """Makes the file durable, or removes it and says why: after a failed write nothing of it can be trusted."""
@@ -282,6 +289,10 @@ def _check(item: PackReservation, pack_tokens: int) -> None:
         )
     if len(item.token_digest) != DIGEST_BYTES or len(item.parent) not in (0, PACK_ID_BYTES):
         raise StoreError("INVALID_ARGUMENT", f"token_digest has {DIGEST_BYTES} bytes, parent none or {PACK_ID_BYTES}")
+
+
+def _orphaned(parent: bytes) -> StoreError:
+    return StoreError("FAILED_PRECONDITION", f"parent {parent.hex()} is not stored; commit it before or with this one")
 
 
 def _full(subject: str, description: str) -> StoreError:

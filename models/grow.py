@@ -2,9 +2,10 @@
 
     python -m models.grow --model models/retriever --at 1 --minutes 15
 
-Without `--at` no layer is inserted.  The new layer is a copy of the one at `at` whose two outputs are zero, so it changes nothing at first.
-Why: layer 0 writes what the induction layer's query is made of.  A query that is predicted one layer
-ahead, from the input of the layer before, can only be right if another layer lies between the two.
+Without `--at` no layer is inserted.  The new layer is a copy of the one at `at` whose two outputs
+are zero, so it changes nothing at first.  Why: layer 0 writes what the induction layer's query is
+made of.  A query that is predicted one layer ahead, from the input of the layer before, can only be
+right if another layer lies between the two.
 """
 
 from __future__ import annotations

@@ -90,11 +90,13 @@ uint32_t bind_slot(DataPlane& plane, uint32_t worker, uint32_t slot, const std::
                     record_bytes);
 }
 
-nb::dict stats(DataPlane& plane) {
-  std::vector<std::pair<std::string, uint64_t>> figures;
+using Figures = std::vector<std::pair<std::string, uint64_t>>;
+
+nb::dict figures_of(DataPlane& plane, Figures (DataPlane::*read)()) {
+  Figures figures;
   {
     nb::gil_scoped_release release;
-    figures = plane.stats();
+    figures = (plane.*read)();
   }
   nb::dict out;
   for (const auto& [name, value] : figures) out[name.c_str()] = value;
@@ -219,7 +221,8 @@ void bind_data_plane(nb::module_& m) {
       .def("bind", &bind_slot, "worker"_a, "slot"_a, "packs"_a, "windows"_a, "record_bytes"_a)
       .def("extend", &DataPlane::extend, "worker"_a, "slot"_a, "pack"_a, NoGil())
       .def("unbind", &DataPlane::unbind, "worker"_a, "slot"_a, NoGil())
-      .def("stats", &stats)
+      .def("stats", [](DataPlane& plane) { return figures_of(plane, &DataPlane::stats); })
+      .def("census", [](DataPlane& plane) { return figures_of(plane, &DataPlane::census); })
       .def("drain_trace", &drain_trace)
       .def(
           "set_faults",

@@ -374,6 +374,10 @@ void CopyEngine::stop() {
   run_commands();  // those that came too late for the thread: it is gone, so this is the only one
 }
 
+uint64_t CopyEngine::runs_in_flight() const {
+  return uint64_t(std::count_if(active_.begin(), active_.end(), [](const RunTask* t) { return !t->ended; }));
+}
+
 void CopyEngine::add_worker(std::shared_ptr<Worker> worker) { workers_.push_back(std::move(worker)); }
 
 // Poison is final: no ticket of any of its rings is taken, and no run of it goes on.

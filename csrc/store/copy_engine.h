@@ -49,6 +49,7 @@ class CopyEngine {
   void give_up_upload(Worker& worker, uint32_t upload);  // its runs end in ERROR/ABORTED
   bool read_ahead(AheadJob job) { return ahead_.add(std::move(job)); }
   void forget_pack(const PackFile* pack) { ahead_.forget(pack); }
+  uint64_t runs_in_flight() const;
 
  private:
   struct Command {

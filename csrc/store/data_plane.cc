@@ -334,6 +334,21 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"bound_slots", bound_slots_}};
 }
 
+std::vector<std::pair<std::string, uint64_t>> DataPlane::census() {
+  uint64_t in_flight = 0;
+  for (auto& engine : engines_) engine->call([&] { in_flight += engine->runs_in_flight(); });
+  const Counters& c = counters_;
+  Frames::Census f = frames_.census();
+  return {{"runs", c.runs},
+          {"runs_ended", c.runs_ok + c.runs_error + c.runs_stale},
+          {"runs_in_flight", in_flight},
+          {"blocks_landed", f.blocks_landed},
+          {"blocks_evicted", f.blocks_evicted},
+          {"blocks_valid", f.blocks_valid},
+          {"frames_held", f.frames_held},
+          {"frames_used", f.frames_used}};
+}
+
 void DataPlane::set_faults(const FaultOptions& o) {
   faults_.delay_us = o.delay_us;
   faults_.delay_random = o.delay_random;

@@ -57,6 +57,8 @@ class DataPlane {
   void unbind(uint32_t worker, uint32_t slot);
 
   std::vector<std::pair<std::string, uint64_t>> stats();
+  // Both sides of what must add up: Frames::Census, and runs begun, ended and under way.
+  std::vector<std::pair<std::string, uint64_t>> census();
   std::vector<TraceRow> drain_trace() { return trace_.drain(); }
   void set_faults(const FaultOptions& options);
 

@@ -123,6 +123,7 @@ void Frames::landed(std::span<const Landing> landings) {
   std::lock_guard lock(mutex_);
   for (const Landing& l : landings) {
     meta_[l.frame].loading &= uint16_t(~(l.good | l.bad));
+    blocks_landed_ += std::popcount(uint16_t(l.good & ~meta_[l.frame].valid));
     meta_[l.frame].valid |= l.good;
     unpin(l.frame, l.ahead);
   }
@@ -141,6 +142,16 @@ bool Frames::drop(PackFile& pack) {
     free_.push_back(frame);
   }
   return empty;
+}
+
+Frames::Census Frames::census() const {
+  std::lock_guard lock(mutex_);
+  Census found{blocks_landed_, blocks_evicted_, 0, 0, count_ - free_.size()};
+  for (const Meta& m : meta_) {
+    found.blocks_valid += std::popcount(m.valid);
+    found.frames_held += m.pack != nullptr;
+  }
+  return found;
 }
 
 uint32_t Frames::take_frame(bool ahead) {
@@ -176,6 +187,7 @@ void Frames::admit(uint32_t frame, const ExtentUse& use, uint8_t weight) {
 
 void Frames::evict(uint32_t frame) {
   Meta& m = meta_[frame];
+  blocks_evicted_ += std::popcount(m.valid);
   m.pack->frame_of_extent[m.extent] = kNoFrame;
   m = {};
   policy_.remove(frame);

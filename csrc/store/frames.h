@@ -61,6 +61,14 @@ class Frames {
   // Gives up every unpinned frame of the pack; true when none is left.
   bool drop(PackFile& pack);
 
+  // What must add up, counted in two ways at one moment: landed = valid + evicted, used = held.
+  struct Census {
+    uint64_t blocks_landed, blocks_evicted;  // since the start
+    uint64_t blocks_valid, frames_held;      // found by looking at every frame
+    uint64_t frames_used;
+  };
+  Census census() const;
+
  private:
   struct Meta {
     PackFile* pack = nullptr;
@@ -89,6 +97,7 @@ class Frames {
   std::vector<Meta> meta_;
   std::vector<uint32_t> free_;
   uint32_t pinned_ = 0;  // frames with a pin
+  uint64_t blocks_landed_ = 0, blocks_evicted_ = 0;
   ClockPolicy policy_;
 };
 

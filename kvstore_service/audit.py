@@ -88,8 +88,8 @@ class Audited:
 
     def _calls(self) -> list[Check]:
         counts = self.counts()
-        ended = sum(counts.get(f"lookup_{outcome}", 0) for outcome in ("hits", "misses", "errors"))
-        return [_equal("lookups = hits + misses + errors", counts.get("lookups", 0), ended)]
+        ended = sum(counts[f"lookup_{outcome}"] for outcome in ("hits", "misses", "errors"))
+        return [_equal("lookups = hits + misses + errors", counts["lookups"], ended)]
 
 
 def read(audited: Audited, looks: int, again: Callable[[], object]) -> list[Check]:

@@ -6,6 +6,7 @@ removed at the next start; a row without a file is damage, is reported, and is n
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import sqlite3
@@ -15,10 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore_service.logs import event
 from kvstore_service.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
 CATALOG_VERSION = 1
 TENANT_KEY_BYTES = 32
+
+log = logging.getLogger("kvstored.catalog")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -105,13 +109,16 @@ class Catalog:
                 removed.append(path.name)
         return {row.ref.pack_id: row for row in damaged}, removed
 
-    def mark_damaged(self, row: PackRow) -> bool:
+    def mark_damaged(self, row: PackRow, reason: str) -> bool:
         """A check failed: the pack is served no more. False if it is not stored any more, or as another build."""
         held = self._select(row.ref.pack_id)
         if held is None or held.ref.build != row.ref.build:
             return False
         with self._lock:
+            known = row.ref.pack_id in self.damaged
             self.damaged[row.ref.pack_id] = row
+        if not known:
+            event(log, logging.ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file, reason=reason)
         return True
 
     def tenant_key(self, tenant: str) -> bytes:

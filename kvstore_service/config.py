@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from kvstore_service import settings
+from kvstore_service import logs, settings
 from kvstore_service.settings import ConfigError, Key
 from kvstore_service.types import HASH_BLOCK_TOKENS, format_size
 
@@ -38,6 +38,8 @@ class Config:
     sessions_max: int
     metrics_addr: str
     allow_uids: frozenset[int]
+    log_format: str
+    log_level: str
     tcp: str
     tls: str
     origins: Mapping[str, str]
@@ -138,6 +140,8 @@ KEYS = (
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),
     Key("allow_uids", lambda: "own", _uids, "user ids that may connect: own, or 0,1000", _show_uids),
+    Key("log_format", lambda: "text", settings.choice(*logs.FORMATS), "lines on stderr: text (key=value) or json"),
+    Key("log_level", lambda: "info", settings.choice(*logs.LEVELS), "least serious event that is logged"),
     Key("tcp", lambda: "off", _address, "HOST:PORT of AdminService over mutual TLS, or off"),
     Key("tls", lambda: "off", _tls, "directory with ca.crt, server.crt, server.key (needed by tcp)"),
 )

@@ -9,10 +9,57 @@ from prometheus_client.registry import Collector
 
 from kvstore_service.types import StoreError
 
-GAUGES = frozenset({
-    "frames", "frames_used", "frame_bytes", "packs_open", "uploads_open", "workers", "rings", "bound_slots",
-    "packs", "pack_bytes", "stored_bytes", "packs_damaged", "uploads_reserved", "sessions", "draining",
-})  # fmt: skip
+# What rises and falls, then what only rises; the names of `kvctl status` and, with kvstore_ before them, of Prometheus.
+GAUGES = {
+    "bound_slots": "slots bound to a session",
+    "draining": "1 while new work is refused",
+    "frame_bytes": "bytes of one frame (an extent) of the DRAM tier",
+    "frames": "frames of the DRAM tier",
+    "frames_used": "frames that hold an extent",
+    "pack_bytes": "bytes of committed packs",
+    "packs": "committed packs",
+    "packs_damaged": "packs that failed a check and are not served",
+    "packs_open": "packs whose file is open: in use or kept for their frames",
+    "rings": "rings of registered workers",
+    "sessions": "open sessions",
+    "stored_bytes": "bytes of committed packs and sidecars; nvme_bytes is the limit",
+    "uploads_open": "uploads in the data plane",
+    "uploads_reserved": "uploads between ReservePack and CommitPack",
+    "workers": "workers with registered memory",
+}
+COUNTERS = {
+    "bytes_copied": "bytes copied into windows",
+    "commit_exists": "commits that found the pack committed by another",
+    "commits": "packs committed",
+    "crc_errors": "blocks that failed their checksum",
+    "evictions": "frames taken from one extent for another",
+    "extent_hits": "extents that a run found whole in DRAM",
+    "extent_misses": "extents that a run had to read from disk",
+    "leftovers_removed": "unfinished files removed at the start",
+    "lookup_damaged": "lookups' candidates that are stored but damaged",
+    "lookup_errors": "prefix lookups that failed",
+    "lookup_hits": "prefix lookups that found a pack",
+    "lookup_misses": "prefix lookups that found none",
+    "lookup_tokens_found": "tokens of the prefixes found",
+    "lookups": "prefix lookups",
+    "nvme_read_bytes": "bytes read from packs",
+    "nvme_read_ops": "reads of packs",
+    "nvme_write_bytes": "bytes written to packs",
+    "packs_evicted": "packs removed by an operator",
+    "packs_evicted_bytes": "bytes that this freed",
+    "promotes_dropped": "hints to read ahead that were not followed",
+    "records_copied": "records copied into windows",
+    "reserve_exists": "reservations that found the pack committed already",
+    "runs": "runs (one slot and lane of a ticket) begun",
+    "runs_error": "runs that failed or were given up",
+    "runs_ok": "runs done",
+    "runs_stale": "runs of a binding that has ended",
+    "sleeps": "times that a copy thread went to sleep",
+    "store_bytes": "bytes of records taken from staging",
+    "tickets": "tickets taken from rings",
+    "wakes": "times that a copy thread woke a worker",
+    "warm_bytes": "bytes read ahead by importance hints, part of nvme_read_bytes",
+}
 
 
 class StoreCollector(Collector):
@@ -22,9 +69,11 @@ class StoreCollector(Collector):
         self._counters = counters
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in sorted(self._counters().items()):
-            family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-            yield family(f"kvstore_{name}", f"{name.replace('_', ' ')} of the store", value=value)
+        values = self._counters()
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(f"kvstore_{name}", text, value=values[name])
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"kvstore_{name}", text, value=values[name])
 
 
 class MetricsServer:

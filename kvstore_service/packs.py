@@ -81,7 +81,7 @@ class OpenPacks:
             yield handle
         except StoreError as error:
             if error.code == "DATA_LOSS":
-                self._catalog.mark_damaged(row)
+                self._catalog.mark_damaged(row, error.message)
             raise
         finally:
             self.release(row)
@@ -93,12 +93,12 @@ class OpenPacks:
                 spec = self._plane.pack_spec(handle)
         except StoreError as error:
             if error.code in ("DATA_LOSS", "NOT_FOUND"):
-                if not self._catalog.mark_damaged(row):
+                if not self._catalog.mark_damaged(row, error.message):
                     raise StoreError("NOT_FOUND", f"pack {row.ref.pack_id.hex()} is not stored any more") from error
                 raise StoreError("DATA_LOSS", f"pack {row.ref.pack_id.hex()}: {error.message}") from error
             raise
         if (spec.pack_id, spec.build, spec.tokens) != (row.ref.pack_id, row.ref.build, row.ref.tokens):
             self._plane.close_pack(handle)
-            self._catalog.mark_damaged(row)
+            self._catalog.mark_damaged(row, "its file is another pack's")
             raise StoreError("DATA_LOSS", f"pack {row.ref.pack_id.hex()}: its file is another pack's")
         return handle

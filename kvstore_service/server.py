@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore_service import native
+from kvstore_service import logs, native
 from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grpc
 from kvstore_service.broker import Broker, claim_path, socket_mode
 from kvstore_service.catalog import Catalog
@@ -135,11 +135,11 @@ def serve(daemon: Daemon) -> int:
         daemon.start()
         print(daemon.ready_line(), flush=True)
         ending.recv(1)
-        log.info("draining pid=%d", os.getpid())
+        logs.event(log, logging.INFO, "draining", pid=os.getpid())
         daemon.drain(DRAIN_S)
     finally:
         daemon.close()
-    log.info("ended pid=%d", os.getpid())
+    logs.event(log, logging.INFO, "ended", pid=os.getpid())
     return 0
 
 
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
             print(to_yaml(load(arguments[2:])), end="")
             return 0
         config = load(arguments)
-        _log_to_stderr()
+        logs.start(config.log_format, config.log_level)
         _raise_descriptor_limit()
         return serve(make(config))
     except ConfigError as error:
@@ -178,10 +178,6 @@ def _ending() -> socket.socket:
 def _credentials(directory: Path) -> grpc.ServerCredentials:
     pair = ((directory / "server.key").read_bytes(), (directory / "server.crt").read_bytes())
     return grpc.ssl_server_credentials([pair], (directory / "ca.crt").read_bytes(), require_client_auth=True)
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
 def _raise_descriptor_limit() -> None:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import ERROR, INFO, WARNING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from kvstore_service import audit, memory, native, sidecars
 from kvstore_service.catalog import Catalog
 from kvstore_service.config import Config
+from kvstore_service.logs import event
 from kvstore_service.packs import OpenPacks
 from kvstore_service.sessions import Binding, Session, Sessions, Worker
 from kvstore_service.types import (
@@ -44,6 +46,10 @@ IDLE_PACKS_MAX = 4096
 CANDIDATES_MAX = 16384
 CHAINS_MAX = 8
 AUDIT_LOOKS = 4
+COUNTED = (
+    "commit_exists", "commits", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
+    "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "reserve_exists",
+)  # fmt: skip
 AUDIT_PAUSE_S = 0.05
 
 log = logging.getLogger("kvstored.store")
@@ -88,13 +94,13 @@ class Store:
         self.sessions = Sessions(config.sessions_max, config.slots_max, WORKERS_MAX)
         self.draining = threading.Event()
         self._tenant_keys: dict[str, bytes] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._counts_lock = threading.Lock()
         self._started_s = time.monotonic()
         for row in catalog.damaged.values():
-            log.error("pack damaged pack_id=%s file=%s", row.ref.pack_id.hex(), row.file)
+            event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file)
         for name in catalog.removed:
-            log.warning("unfinished file removed file=%s", name)
+            event(log, WARNING, "unfinished file removed", file=name)
         self._count("leftovers_removed", len(catalog.removed))
 
     def close(self) -> None:
@@ -141,7 +147,7 @@ class Store:
                 self.sessions.grant_slots(worker, 0)
                 raise
             worker.rings = tuple(rings)
-            log.info("worker registered name=%s pid=%d worker=%d", worker.name, worker.pid, worker.native_id)
+            event(log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id)
             return Registered(worker.native_id, descriptors)
 
     def _add_ring(self, native_id: int, geometry: RingGeometry) -> list[int]:
@@ -183,7 +189,7 @@ class Store:
                 worker.bound.clear()
                 for session in list(worker.sessions.values()):
                     self.sessions.close(session)
-        log.info("worker released name=%s pid=%d", worker.name, worker.pid)
+        event(log, INFO, "worker released", name=worker.name, pid=worker.pid)
 
     # sessions
 
@@ -440,7 +446,7 @@ class Store:
             self._packs.retire(row)
         self._count("packs_evicted")
         self._count("packs_evicted_bytes", freed_bytes)
-        log.info("pack evicted pack_id=%s bytes=%d", row.ref.pack_id.hex(), freed_bytes)
+        event(log, INFO, "pack evicted", pack_id=row.ref.pack_id.hex(), bytes=freed_bytes)
         return freed_bytes
 
     def audit(self) -> list[audit.Check]:
@@ -464,8 +470,7 @@ class Store:
         except StoreError as error:
             return [], error.message
         if bad_blocks:
-            self._catalog.mark_damaged(row)
-            log.error("pack damaged pack_id=%s bad_blocks=%d", row.ref.pack_id.hex(), len(bad_blocks))
+            self._catalog.mark_damaged(row, f"{len(bad_blocks)} bad blocks")
         return bad_blocks, ""
 
     def counters(self) -> dict[str, int]:

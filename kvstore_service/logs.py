@@ -1,0 +1,73 @@
+"""Structured logs on stderr: one event a line, as text or JSON, with the id of the request that it belongs to.
+
+2026-11-21T02:13:31.042Z INFO kvstored.store worker registered name=worker-0 pid=4711 request=9f2c4be1a0d37755
+"""
+
+import json
+import logging
+import re
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+
+# Of the call that this thread serves; its errors carry the same id in trailing metadata.
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def event(log: logging.Logger, level: int, message: str, **fields: object) -> None:
+    """A line of fixed words, with what differs from event to event as fields."""
+    log.log(level, message, extra={"fields": fields})
+
+
+def start(form: str, level: str) -> None:
+    """Everything that is logged from now on goes to stderr. `form` is of FORMATS, `level` of LEVELS."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time, level, logger, message, the event's fields, and `trace` for an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """time LEVEL logger message key=value ...; values with blanks are quoted as in JSON. A trace follows on its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {key}={_quoted(value)}" for key, value in _fields(record).items())
+        # A text from outside must not be able to start a line of its own.
+        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        line = f"{_time(record)} {record.levelname} {record.name} {message}{fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = dict(getattr(record, "fields", {}))
+    if (current := request_id.get()) and "request" not in fields:
+        fields["request"] = current
+    return fields
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:.1f}" if isinstance(value, float) else str(value)
+    return text if re.fullmatch(r"[\w.:/,@%+-]+", text, re.ASCII) else json.dumps(text)

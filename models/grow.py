@@ -23,9 +23,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from models import corpus
 from models.evaluate import load
 from models.network import Network
-from models.train import AVERAGE, CURRICULUM, LONG, export, learn, learning_rate, sample_batch
+from models.train import AVERAGE, REFINEMENT, export, learn, learning_rate, sample_batch
 
-STAGES = (*CURRICULUM[-2:], LONG)
 SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -57,7 +56,7 @@ def refine(network: Network, tokenizer: tokenizers.Tokenizer, args: argparse.Nam
         rng = random.Random(f"{args.seed}/grow/{step}")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, 1 - spent / args.minutes, args.rate)
-        batch = sample_batch(rng.choice(STAGES), tokenizer, words, rng, noise=True)
+        batch = sample_batch(rng.choice(REFINEMENT), tokenizer, words, rng, noise=True)
         loss, right = learn(network, average, optimizer, batch)
         score, step = score + (right - score) * 0.08, step + 1
         if step % 20 == 0:

@@ -52,7 +52,12 @@ CURRICULUM = (
     Stage(1024, 96, 32, 6, span=131072, crowd=16),
     Stage(2048, 128, 64, 3, span=131072, crowd=64),
 )
-LONG = Stage(4096, 160, 96, 1, span=131072, crowd=32)  # for what follows the curriculum
+# What follows the curriculum asks for every fact: what is left to learn are single keys and values.
+REFINEMENT = (
+    Stage(1024, 128, 128, 6, span=131072, crowd=64),
+    Stage(2048, 160, 160, 3, span=131072, crowd=64),
+    Stage(4096, 160, 160, 1, span=131072, crowd=32),
+)
 NOISE_MAX = 0.3  # share of a text's tokens that are replaced, at most
 PASS_MARK = 0.93
 AVERAGE = 0.99  # the export is a moving average over about a hundred steps

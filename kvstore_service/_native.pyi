@@ -66,6 +66,16 @@ def crc32c(data: bytes) -> int: ...
 def crc32c_portable(data: bytes) -> int:
     """The same without special instructions."""
 
+def io_shim_set(rules: Sequence[tuple[str, str, int, int, int]]) -> None:
+    """Only in test builds (HEADGATE_IO_SHIM): what disk calls suffer from now on, and counting starts anew.
+
+    A rule is (site or "*", action, nth, times, value): the nth to (nth + times - 1)-th operation of the site, from 1, ...
+    fail: ends with errno `value`; shorten: transfers and reports `value` bytes; tear: transfers `value` bytes and
+    reports all; delay: comes `value` microseconds later. INVALID_ARGUMENT for an unknown site or action."""
+
+def io_shim_counts() -> dict[str, tuple[int, int]]:
+    """Only in test builds: {site: (operations, of them with a fault)} since the last `io_shim_set`; every site."""
+
 class ClockPolicy:
     """The eviction policy of the frames, by itself. `victim` and `coldest` return 2**32 - 1 if there is none."""
 
@@ -122,6 +132,8 @@ class DataPlane:
         """Record -> token within the pack, uint16[layers, lanes, tokens]; verified (DATA_LOSS)."""
     def verify_pack(self, pack: int) -> list[int]:
         """Reads every block from disk and returns the numbers of those whose CRC is wrong."""
+    def pack_damaged(self, pack: int) -> bool:
+        """Whether a gather or a read ahead has met a block that fails its check, or an early end of the file."""
     def warm(self, pack: int, hot_records: NDArray[np.uint32]) -> None:
         """Queues the reading of the first hot_records[layer, lane] records of each segment of kind 0 into free or
         colder

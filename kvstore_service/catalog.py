@@ -105,9 +105,11 @@ class Catalog:
         return {row.ref.pack_id: row for row in damaged}, removed
 
     def mark_damaged(self, row: PackRow) -> None:
-        """A check failed: the pack is served no more."""
+        """A check of this build failed: the pack is served no more, unless another build has taken its place."""
         with self._lock:
-            self.damaged[row.ref.pack_id] = row
+            held = self._db.execute("SELECT build FROM packs WHERE pack_id = ?", (row.ref.pack_id,)).fetchone()
+            if held == (row.ref.build,):
+                self.damaged[row.ref.pack_id] = row
 
     def tenant_key(self, tenant: str) -> bytes:
         """The tenant's 32 random bytes, created with its first use. Pack ids are keyed by it."""

@@ -43,12 +43,26 @@ class OpenPacks:
         with self._lock:
             pack = self._open[row.ref.build]
             pack.holders -= 1
+            self._found_damaged(row, pack)
             if pack.holders == 0:
                 self._idle[row.ref.build] = None
             while len(self._idle) > self._idle_max:
                 build, _ = self._idle.popitem(last=False)
                 with native.errors():
                     self._plane.close_pack(self._open.pop(build).handle)
+
+    def check(self, row: PackRow) -> None:
+        """DATA_LOSS, and a mark, if a read of the open pack has met a block that fails its check."""
+        with self._lock:
+            pack = self._open.get(row.ref.build)
+            if pack is not None and self._found_damaged(row, pack):
+                raise StoreError("DATA_LOSS", f"pack {row.ref.pack_id.hex()} is damaged; write it again")
+
+    def _found_damaged(self, row: PackRow, pack: _OpenPack) -> bool:
+        damaged = self._plane.pack_damaged(pack.handle)
+        if damaged:
+            self._catalog.mark_damaged(row)
+        return damaged
 
     @contextmanager
     def using(self, row: PackRow) -> Iterator[int]:

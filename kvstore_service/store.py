@@ -434,6 +434,7 @@ class Store:
         with suppress(StoreError):
             row = self._catalog.pack(name)
             if row is not None and row.tenant == worker.tenant:
+                self._packs.check(row)
                 return row
         return None
 
@@ -447,6 +448,7 @@ class Store:
             raise StoreError("NOT_FOUND", f"pack {key.pack_id.hex()} is not stored")
         if row.ref.build != key.build:
             raise StoreError("FAILED_PRECONDITION", f"pack {key.pack_id.hex()} has build {row.ref.build.hex()}")
+        self._packs.check(row)
         return row
 
     def _tenant_key(self, worker: Worker) -> bytes:

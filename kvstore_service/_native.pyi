@@ -165,6 +165,7 @@ class DataPlane:
     def stats(self) -> dict[str, int]:
         """Counters since the start: tickets, runs, runs_ok, runs_error, runs_stale, records_copied, bytes_copied,
         extent_hits, extent_misses, nvme_read_bytes, nvme_read_ops, nvme_write_bytes, crc_errors, frames, frames_used,
+        frames_pinned (by a run or a read under way),
         frame_bytes, evictions, promotes_dropped, packs_open, uploads_open, workers, rings, bound_slots, wakes,
         sleeps, store_bytes,
         warm_bytes (read ahead by `warm`, part of nvme_read_bytes)."""

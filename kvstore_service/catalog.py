@@ -167,9 +167,12 @@ class Catalog:
         return winners
 
     def sidecar(self, key: SidecarKey) -> SidecarRow | None:
-        query = "SELECT file, file_bytes FROM sidecars WHERE pack_id = ? AND build = ? AND kind = ? AND parameters = ?"
         with self._lock:
-            row = self._db.execute(query, (key.pack_id, key.build, key.kind, key.parameters)).fetchone()
+            return self._held_sidecar(key)
+
+    def _held_sidecar(self, key: SidecarKey) -> SidecarRow | None:
+        query = "SELECT file, file_bytes FROM sidecars WHERE pack_id = ? AND build = ? AND kind = ? AND parameters = ?"
+        row = self._db.execute(query, (key.pack_id, key.build, key.kind, key.parameters)).fetchone()
         return None if row is None else SidecarRow(key, *row)
 
     def sidecar_kinds(self, pack_id: bytes) -> list[str]:
@@ -185,7 +188,7 @@ class Catalog:
                 "INSERT OR IGNORE INTO sidecars VALUES (?, ?, ?, ?, ?, ?)",
                 (key.pack_id, key.build, key.kind, key.parameters, row.file, row.file_bytes),
             )
-        return self.sidecar(key) or row
+            return self._held_sidecar(key) or row
 
     def drop_sidecar(self, key: SidecarKey) -> None:
         """Forgets a damaged sidecar; its file goes with the next start."""

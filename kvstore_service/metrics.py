@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 from kvstore_service.types import StoreError
 
 GAUGES = frozenset({
-    "frames", "frames_used", "frame_bytes", "packs_open", "uploads_open", "workers", "rings", "bound_slots",
-    "packs", "pack_bytes", "stored_bytes", "packs_damaged", "uploads_reserved", "sessions", "draining",
+    "frames", "frames_used", "frames_pinned", "frame_bytes", "packs_open", "uploads_open", "workers", "rings",
+    "bound_slots", "packs", "pack_bytes", "stored_bytes", "packs_damaged", "uploads_reserved", "sessions", "draining",
 })  # fmt: skip
 
 

@@ -1,11 +1,15 @@
 // The shim of test builds: which operation of which site suffers what. Included by store/disk.h only.
 #pragma once
 
+#include <liburing.h>
+
+#include <cerrno>
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "store/disk.h"
+#include "store/site.h"
 
 namespace headgate::shim {
 

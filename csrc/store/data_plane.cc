@@ -328,6 +328,7 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"promotes_dropped", c.promotes_dropped},
           {"frames", frames_.count()},
           {"frames_used", frames_.used()},
+          {"frames_pinned", frames_.pinned()},
           {"frame_bytes", frames_.frame_bytes()},
           {"packs_open", packs_.size()},
           {"uploads_open", uploads_.size()},

@@ -8,39 +8,8 @@
 #include <unistd.h>
 
 #include <cstdint>
-#include <iterator>
 
-namespace headgate {
-
-enum class Site : uint8_t {
-  kUploadOpen,
-  kUploadAllocate,
-  kUploadExtend,
-  kUploadSegment,
-  kUploadTail,
-  kUploadTailSync,
-  kUploadHeader,
-  kUploadHeaderSync,
-  kUploadUnlink,
-  kPackOpen,
-  kPackStat,
-  kPackHeader,
-  kPackCrcs,
-  kPackMap,
-  kPackVerify,
-  kGather,
-  kReadAhead,
-  kSubmit,
-  kCount
-};
-inline constexpr const char* kSiteNames[] = {
-    "upload.open",   "upload.allocate",    "upload.extend", "upload.segment", "upload.tail", "upload.tail_sync",
-    "upload.header", "upload.header_sync", "upload.unlink", "pack.open",      "pack.stat",   "pack.header",
-    "pack.crcs",     "pack.map",           "pack.verify",   "gather",         "read_ahead",  "submit",
-};
-static_assert(std::size(kSiteNames) == size_t(Site::kCount));
-
-}  // namespace headgate
+#include "store/site.h"
 
 #ifdef HEADGATE_IO_SHIM
 #include "shim/disk_shim.h"

@@ -6,6 +6,7 @@ removed at the next start; a row without a file is damage, is reported, and is n
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import sqlite3
@@ -35,6 +36,8 @@ CREATE TABLE IF NOT EXISTS sidecars (
 _PACK_COLUMNS = (
     "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file, file_bytes, created_s"
 )
+
+log = logging.getLogger("kvstored.catalog")
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class Catalog:
                 winners.append(_pack_row(held))
         for row in rows:
             if (replaced := self.damaged.pop(row.ref.pack_id, None)) is not None:
-                (self.packs_dir / replaced.file).unlink(missing_ok=True)
+                remove_file(self.packs_dir / replaced.file)
         return winners
 
     def sidecar(self, key: SidecarKey) -> SidecarRow | None:
@@ -207,6 +210,14 @@ class Catalog:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file that no row names. If that fails the next start does it: what was done before stands."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.error("file not removed file=%s error=%s", path, error)
 
 
 def sync_directory(directory: Path) -> None:

@@ -69,7 +69,7 @@ def crc32c_portable(data: bytes) -> int:
 def io_shim_set(rules: Sequence[tuple[str, str, int, int, int]]) -> None:
     """Only in test builds (HEADGATE_IO_SHIM): what disk calls suffer from now on, and counting starts anew.
 
-    A rule is (site or "*", action, nth, times, value): the nth to (nth + times - 1)-th operation of the site, from 1, ...
+    A rule is (site or "*", action, nth, times, value): the nth to (nth + times - 1)-th operation of the site suffers.
     fail: ends with errno `value`; shorten: transfers and reports `value` bytes; tear: transfers `value` bytes and
     reports all; delay: comes `value` microseconds later. INVALID_ARGUMENT for an unknown site or action."""
 

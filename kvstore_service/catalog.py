@@ -20,6 +20,7 @@ from kvstore_service.types import KindSpec, Layout, PackRef, PackRow, SidecarKey
 
 CATALOG_VERSION = 1
 TENANT_KEY_BYTES = 32
+_OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -72,7 +73,7 @@ class Catalog:
                 sync_directory(directory)
         except sqlite3.DatabaseError as error:
             os.close(self._directory_lock)
-            raise StoreError("DATA_LOSS", f"{data_dir}/catalog.sqlite cannot be read: {error}") from error
+            raise _unopened(data_dir, error) from error
         except BaseException:
             os.close(self._directory_lock)
             raise
@@ -242,6 +243,17 @@ def _hold(data_dir: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _unopened(data_dir: Path, error: sqlite3.DatabaseError) -> StoreError:
+    """Why the catalogue could not be opened: only what SQLite calls corrupt is lost."""
+    message = f"{data_dir}/catalog.sqlite cannot be read: {error}"
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return StoreError("DATA_LOSS", message)
+    disk = os.statvfs(data_dir)
+    if disk.f_bavail * disk.f_frsize < _OPEN_BYTES:
+        return StoreError("RESOURCE_EXHAUSTED", f"{message}; the disk is full, make {_OPEN_BYTES >> 10} KiB of room")
+    return StoreError("UNAVAILABLE", message)
 
 
 def _size_of(path: Path) -> int:

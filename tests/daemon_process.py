@@ -50,7 +50,7 @@ class Daemon(PrivateDaemon):
         assert answer == "ok", answer
 
     def set_disk_faults(self, *rules: tuple[str, str, int, int, int]) -> None:
-        """io_shim_set in the daemon's process; returns when they hold. Needs faulty=True and a `native` with the shim."""
+        """io_shim_set in the daemon's process; returns when they hold. Needs `native` with the shim."""
         self.send_line(json.dumps(rules))
         answer = self.read_line(10.0)
         assert answer == "ok", answer

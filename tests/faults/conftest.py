@@ -28,8 +28,9 @@ def shim() -> Path:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     cmake = shutil.which("cmake", path=environment["PATH"])
     assert cmake, "cmake is missing; run `make setup`"
-    configure = [cmake, "-S", ROOT, "-B", build, "-G", "Ninja", "-DHEADGATE_IO_SHIM=ON", "-DHEADGATE_WORKER=OFF",
-                 "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1", f"-DPython_EXECUTABLE={sys.executable}"]  # fmt: skip
+    options = ("HEADGATE_IO_SHIM=ON", "HEADGATE_WORKER=OFF", "CMAKE_BUILD_TYPE=None", "CMAKE_CXX_FLAGS=-O1",
+               f"Python_EXECUTABLE={sys.executable}")  # fmt: skip
+    configure = [cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *(f"-D{option}" for option in options)]
     commands = [] if (build / "build.ninja").exists() else [configure]
     with (build / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

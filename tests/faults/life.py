@@ -18,6 +18,7 @@ from kvstore_service.client import (
     PackImportance,
     PackRef,
     PackReservation,
+    PrefixCandidate,
     SidecarKey,
     StoreClient,
     StoreError,
@@ -42,6 +43,10 @@ def reservation(number: int, index: int = 0, parent: bytes = b"") -> PackReserva
     return PackReservation(index * TOKENS, TOKENS, hashlib.sha256(str(number).encode()).digest(), parent)
 
 
+def _numbers(life: int) -> list[int]:
+    return [life * (PACKS + 1) + i for i in range(PACKS + 1)]
+
+
 class Worker(TestWorker):
     """Transfers that fail raise StoreError, as the decode worker's do."""
 
@@ -61,7 +66,7 @@ class Life:
         self.worker = Worker(client)
         self._client = client
         self._admin = admin
-        self._data_dir = data_dir
+        self.data_dir = data_dir
         self._reads_ahead = reads_ahead
         self._session = ""
         self._open: list[int] = []
@@ -69,7 +74,7 @@ class Life:
     def live(self, number: int) -> None:
         """Reserves, stores, commits, hints, binds, gathers, verifies, keeps a sidecar, seals, aborts. StoreError."""
         client = self._client
-        numbers = [number * (PACKS + 1) + i for i in range(PACKS + 1)]
+        numbers = _numbers(number)
         self._session = client.open_session(LAYOUT, 4096)
         packs, fresh = self._write(numbers[:PACKS])
         client.attach_packs(self._session, packs)
@@ -94,6 +99,18 @@ class Life:
         self._open = [upload.upload_id]
         self.give_up()
 
+    def read(self, number: int) -> None:
+        """Finds what a life has stored by its tokens and compares every record that is fetched."""
+        numbers = _numbers(number)
+        self._session = self._client.open_session(LAYOUT, 4096)
+        chain = [reservation(name, index) for index, name in enumerate(numbers)]
+        candidates = [PrefixCandidate(item.first_token, item.tokens, item.token_digest) for item in chain]
+        packs = self._client.lookup_prefix(LAYOUT.fingerprint, candidates)
+        assert len(packs) == len(numbers)
+        self._client.attach_packs(self._session, packs)
+        self._gather(self._client.bind_slot(self._session, 0, packs, self.worker.windows(0)), numbers)
+        self.give_up()
+
     def give_up(self) -> None:
         """Closes what is open, as a worker does that will try again."""
         self._client.abort_pack(self._open)
@@ -113,7 +130,7 @@ class Life:
         for name in ("uploads_reserved", "uploads_open", "bound_slots", "sessions"):
             assert now[name] == 0, (name, now[name])
         files = {
-            kind: [path.stat().st_size for path in (self._data_dir / kind).iterdir()] for kind in ("packs", "sidecars")
+            kind: [path.stat().st_size for path in (self.data_dir / kind).iterdir()] for kind in ("packs", "sidecars")
         }
         assert sum(files["packs"]) == now["pack_bytes"]
         assert len(files["packs"]) == now["packs"]

@@ -1,8 +1,7 @@
-"""The durable I/O of the control plane (catalogue, directories, sidecars) fails once per call, in a daemon of this process."""
+"""The durable I/O of the control plane (catalogue, directories, sidecars) fails, in a daemon of this process."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import sqlite3
@@ -13,8 +12,11 @@ from typing import Any
 import pytest
 
 from kvstore_service import config, server
+from kvstore_service.catalog import Catalog
 from kvstore_service.client import AdminClient, StoreClient, StoreError
+from kvstore_service.types import PackRef, PackRow
 from tests.faults.life import Life
+from tests.service.world import LAYOUT, TOKENS
 
 
 class Nth:
@@ -129,3 +131,57 @@ def test_every_durable_call_of_the_control_plane_fails_once(
     print(sorted(failed), at)
     assert failed >= {"fsync", "open", "rename", "unlink", "read_bytes", "sqlite BEGIN", "sqlite INSERT",
                       "sqlite SELECT", "sqlite COMMIT"}  # fmt: skip
+
+
+def test_a_catalogue_that_cannot_grow_is_resource_exhausted_until_it_can(daemon: server.Daemon, life: Life) -> None:
+    """SQLite's own "database or disk is full"."""
+    life.live(1)
+    db = daemon.store._catalog._db
+    (pages,) = db.execute("PRAGMA page_count").fetchone()
+    db.execute(f"PRAGMA max_page_count={pages}")
+    lived = [1]
+
+    def live_on() -> None:
+        for number in range(2, 100):
+            life.live(number)
+            lived.append(number)
+
+    with pytest.raises(StoreError, match="RESOURCE_EXHAUSTED"):
+        live_on()
+    life.give_up()
+    life.check_nothing_is_left()
+    life.read(1)
+    db.execute("PRAGMA max_page_count=1000000")
+    life.live(lived[-1] + 1)
+    life.check_nothing_is_left()
+
+
+def test_a_commit_stands_when_the_damaged_file_before_it_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(build: int) -> PackRow:
+        (catalog.packs_dir / f"{build}.pack").write_bytes(b"x")
+        ref = PackRef(bytes(32), bytes([build]) * 16, 0, TOKENS)
+        return PackRow(ref, bytes(32), LAYOUT, "uid-0", f"{build}.pack", 1)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    catalog = Catalog(tmp_path)
+    first, second = row(1), row(2)
+    catalog.commit_packs([first])
+    catalog.mark_damaged(first)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "unlink", refuse)
+        assert catalog.commit_packs([second]) == [second]
+    catalog.mark_damaged(first)  # what is found out about the old build later is not the new one's
+    assert catalog.pack(bytes(32)) == second
+    catalog.close()
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "unlink", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            Catalog(tmp_path)
+    again = Catalog(tmp_path)
+    assert again.removed == ["1.pack"]
+    assert again.pack(bytes(32)) == second
+    again.close()

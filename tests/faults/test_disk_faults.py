@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_service.client import PackReservation, StoreError, StoreClient
+from kvstore_service.client import PackReservation, StoreClient, StoreError
 from tests.daemon_process import Daemon
 from tests.faults.life import PACKS, Life, Worker, living, reservation, until
 from tests.service.world import LAYOUT
@@ -149,6 +149,25 @@ def test_a_torn_operation_that_reports_success_is_found_and_not_delivered(suffer
             code = sufferer.suffer((site, "tear", 1, 1, kept))
             assert code == (None if whole else "DATA_LOSS"), (site, kept)
             assert sufferer.seen == {site: 1}
+
+
+@pytest.mark.parametrize("site", ["upload.tail_sync", "upload.header_sync"])
+def test_an_upload_whose_sync_failed_is_never_committed(daemon: Daemon, life: Life, site: str) -> None:
+    """After a failed sync the kernel may call pages clean that are not on the disk: a second sync proves nothing."""
+    client = life.worker.client
+    session = client.open_session(LAYOUT, 4096)
+    (item,) = client.reserve_pack(session, [reservation(1)])
+    assert item.upload_id is not None
+    life.worker.store(item.upload_id, 1)
+    daemon.set_disk_faults((site, "fail", 1, 1, errno.EIO))
+    (committed,) = client.commit_pack(session, [item.upload_id])
+    assert committed.error is not None
+    assert committed.error.code == "UNAVAILABLE"
+    with pytest.raises(StoreError, match="NOT_FOUND"):
+        client.commit_pack(session, [item.upload_id])
+    assert list((daemon.data_dir / "packs").iterdir()) == []
+    (again,) = client.reserve_pack(session, [reservation(1)])
+    assert not again.exists
 
 
 def test_an_upload_that_fails_gives_its_quota_back(shim: Path, tmp_path: Path) -> None:

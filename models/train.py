@@ -208,7 +208,9 @@ class Batch:
     question_tokens: int
 
 
-def disturb(encoded: list[list[int]], is_fact: list[bool], tokenizer: tokenizers.Tokenizer, rng: random.Random) -> None:
+def disturb(
+    encoded: list[list[int]], is_fact: list[bool], tokenizer: tokenizers.Tokenizer, rng: random.Random
+) -> None:
     """Replace tokens of the text by unknown and random ones, as in texts on other subjects.
 
     A replaced token may become a colon, but no key of a fact comes to stand before one.

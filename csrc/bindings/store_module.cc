@@ -277,8 +277,6 @@ NB_MODULE(_native, m) {
   m.def("io_shim_set", &set_shim, "rules"_a);
   m.def("io_shim_counts", &shim_counts);
 #endif
-  m.def(
-      "crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
-  m.def(
-      "crc32c_portable", [](nb::bytes data) { return crc32c_portable(0, data.c_str(), data.size()); }, "data"_a);
+  m.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
+  m.def("crc32c_portable", [](nb::bytes data) { return crc32c_portable(0, data.c_str(), data.size()); }, "data"_a);
 }

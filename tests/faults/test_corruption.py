@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from decode_worker._native import OP_GATHER, OP_PROMOTE, OP_RANGE
 from kvstore_service import sidecars
-from kvstore_service._native import NativeError
+from kvstore_service._native import NativeError, crc32c
 from kvstore_service.catalog import Catalog
 from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.types import Layout, PackRef, PackRow, SidecarKey
@@ -258,6 +258,19 @@ def test_blocks_that_are_not_this_files_or_not_of_this_place_are_not_delivered(
             shelf.check(how, bad)
         shelf.write(shelf.clean)
         shelf.check("gather", set())
+
+
+def test_a_checksum_is_bound_to_its_file_and_its_place(directory: Path, rng: np.random.Generator) -> None:
+    """Equal bytes have another checksum in another build or place, in the form that the contract gives it."""
+    with Rig(directory) as rig:
+        shelf = make_shelf(rig, rng)
+        build = shelf.pack.spec.build
+        table = shelf.clean[shelf.crc_block].tobytes()
+        entries = np.frombuffer(table, np.uint32, shelf.crc_block)
+        for number in range(1, shelf.crc_block):
+            wanted = crc32c(build + number.to_bytes(8, "little") + shelf.clean[number].tobytes())
+            assert entries[number - 1] == wanted, number
+        assert entries[-1] == crc32c(build + table[: 4 * (shelf.crc_block - 1)])
 
 
 def test_header_and_checksum_table_of_another_build_do_not_open_this_file(

@@ -36,25 +36,25 @@ class Sufferer:
     def __init__(self, daemon: Daemon, life: Life) -> None:
         self._daemon = daemon
         self._life = life
-        self._number = 0
+        self.number = 0
         self.seen: dict[str, int] = {}
 
     def suffer(self, *rules: tuple[str, str, int, int, int]) -> str | None:
         """The code of the error that a life under `rules` ends with; None if it does not notice.
 
         Then nothing may be left of it, and the same life without faults must succeed."""
-        self._number += 1
+        self.number += 1
         self._daemon.set_disk_faults(*rules)
         code = None
         try:
-            self._life.live(self._number)
+            self._life.live(self.number)
         except StoreError as error:
             code = error.code
         self.seen = {site: faults for site, (_, faults) in self._daemon.disk_counts().items() if faults}
         self._daemon.set_disk_faults()
         self._life.give_up()
         self._life.check_nothing_is_left()
-        self._life.live(self._number)
+        self._life.live(self.number)
         self._life.check_nothing_is_left()
         return code
 
@@ -79,7 +79,7 @@ def test_the_data_plane_calls_the_disk_through_its_seam_only() -> None:
 
 
 def test_every_operation_of_every_site_fails_once(daemon: Daemon, sufferer: Sufferer) -> None:
-    """EIO for the first operation of a life, then for the second, until a life has no more."""
+    """EIO for the first operation of a life, then for the second, until a life has no more; then all is read again."""
     failed: dict[str, int] = {}
     for nth in range(1, 1000):
         code = sufferer.suffer(("*", "fail", nth, 1, errno.EIO))
@@ -92,6 +92,11 @@ def test_every_operation_of_every_site_fails_once(daemon: Daemon, sufferer: Suff
     code = sufferer.suffer(NO_FALLOCATE, (FALLBACK, "fail", 2, 1, errno.EIO))
     assert (code, sufferer.seen[FALLBACK]) == ("UNAVAILABLE", 1)
     print(failed)
+    daemon.restart()
+    with living(daemon) as reader:
+        for number in range(1, sufferer.number + 1):
+            reader.read(number)
+        reader.check_nothing_is_left()
     assert set(failed) | {FALLBACK} == set(daemon.disk_counts())
 
 

@@ -10,6 +10,7 @@ import errno
 import re
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -78,26 +79,28 @@ def test_the_data_plane_calls_the_disk_through_its_seam_only() -> None:
     assert seam >= {"open", "pread", "pwrite", "fdatasync", "fallocate", "ftruncate", "unlink", "fstat"}
 
 
-def test_every_operation_of_every_site_fails_once(daemon: Daemon, sufferer: Sufferer) -> None:
+def test_every_operation_of_every_site_fails_once(daemon: Daemon) -> None:
     """EIO for the first operation of a life, then for the second, until a life has no more; then all is read again."""
-    failed: dict[str, int] = {}
-    for nth in range(1, 1000):
-        code = sufferer.suffer(("*", "fail", nth, 1, errno.EIO))
-        if not sufferer.seen:
-            break
-        (site,) = sufferer.seen
-        failed[site] = failed.get(site, 0) + 1
-        quiet = site in QUIET or site == "read_ahead"
-        assert code == (None if quiet else "UNAVAILABLE"), (nth, site)
-    code = sufferer.suffer(NO_FALLOCATE, (FALLBACK, "fail", 2, 1, errno.EIO))
-    assert (code, sufferer.seen[FALLBACK]) == ("UNAVAILABLE", 1)
-    print(failed)
-    daemon.restart()
-    with living(daemon) as reader:
-        for number in range(1, sufferer.number + 1):
-            reader.read(number)
-        reader.check_nothing_is_left()
+    failed: Counter[str] = Counter()
+    with living(daemon) as life:
+        sufferer = Sufferer(daemon, life)
+        for nth in range(1, 1000):
+            code = sufferer.suffer(("*", "fail", nth, 1, errno.EIO))
+            if not sufferer.seen:
+                break
+            (site,) = sufferer.seen
+            failed[site] += 1
+            quiet = site in QUIET or site == "read_ahead"
+            assert code == (None if quiet else "UNAVAILABLE"), (nth, site)
+        code = sufferer.suffer(NO_FALLOCATE, (FALLBACK, "fail", 2, 1, errno.EIO))
+        assert (code, sufferer.seen[FALLBACK]) == ("UNAVAILABLE", 1)
+    print(dict(failed))
     assert set(failed) | {FALLBACK} == set(daemon.disk_counts())
+    daemon.restart()
+    with living(daemon) as life:
+        for number in range(1, sufferer.number + 1):
+            life.read(number)
+        life.check_nothing_is_left()
 
 
 def test_a_full_disk_is_resource_exhausted_at_every_site_that_writes(sufferer: Sufferer) -> None:

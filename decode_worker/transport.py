@@ -18,6 +18,7 @@ from kvstore_service.client import RingGeometry, StoreClient, StoreError
 FAULT_NAMES = {
     3: "INVALID_ARGUMENT",
     5: "NOT_FOUND",
+    8: "RESOURCE_EXHAUSTED",
     9: "FAILED_PRECONDITION",
     10: "ABORTED",
     13: "INTERNAL",

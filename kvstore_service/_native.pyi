@@ -66,6 +66,16 @@ def crc32c(data: bytes) -> int: ...
 def crc32c_portable(data: bytes) -> int:
     """The same without special instructions."""
 
+def io_shim_set(rules: Sequence[tuple[str, str, int, int, int]]) -> None:
+    """Only in test builds (HEADGATE_IO_SHIM): what disk calls suffer from now on, and counting starts anew.
+
+    A rule is (site or "*", action, nth, times, value): the nth to (nth + times - 1)-th operation of the site suffers.
+    fail: ends with errno `value`; shorten: transfers and reports `value` bytes; tear: transfers `value` bytes and
+    reports all; delay: comes `value` microseconds later. INVALID_ARGUMENT for an unknown site or action."""
+
+def io_shim_counts() -> dict[str, tuple[int, int]]:
+    """Only in test builds: {site: (operations, of them with a fault)} since the last `io_shim_set`; every site."""
+
 class ClockPolicy:
     """The eviction policy of the frames, by itself. `victim` and `coldest` return 2**32 - 1 if there is none."""
 
@@ -122,6 +132,8 @@ class DataPlane:
         """Record -> token within the pack, uint16[layers, lanes, tokens]; verified (DATA_LOSS)."""
     def verify_pack(self, pack: int) -> list[int]:
         """Reads every block from disk and returns the numbers of those whose CRC is wrong."""
+    def pack_damaged(self, pack: int) -> bool:
+        """Whether a gather or a read ahead has met a block that fails its check, or an early end of the file."""
     def warm(self, pack: int, hot_records: NDArray[np.uint32]) -> None:
         """Queues the reading of the first hot_records[layer, lane] records of each segment of kind 0 into free or
         colder
@@ -153,6 +165,7 @@ class DataPlane:
     def stats(self) -> dict[str, int]:
         """Counters since the start: tickets, runs, runs_ok, runs_error, runs_stale, records_copied, bytes_copied,
         extent_hits, extent_misses, nvme_read_bytes, nvme_read_ops, nvme_write_bytes, crc_errors, frames, frames_used,
+        frames_pinned (by a run or a read under way),
         frame_bytes, evictions, promotes_dropped, packs_open, uploads_open, workers, rings, bound_slots, wakes,
         sleeps, store_bytes,
         warm_bytes (read ahead by `warm`, part of nvme_read_bytes)."""

@@ -21,8 +21,8 @@ from kvstore_service.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow,
 
 CATALOG_VERSION = 1
 TENANT_KEY_BYTES = 32
+_OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
 
-log = logging.getLogger("kvstored.catalog")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -41,6 +41,8 @@ CREATE TABLE IF NOT EXISTS pins (pack_id BLOB PRIMARY KEY) WITHOUT ROWID;
 _PACK_COLUMNS = (
     "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file, file_bytes, created_s"
 )
+
+log = logging.getLogger("kvstored.catalog")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Catalog:
                 sync_directory(directory)
         except sqlite3.DatabaseError as error:
             os.close(self._directory_lock)
-            raise StoreError("DATA_LOSS", f"{data_dir}/catalog.sqlite cannot be read: {error}") from error
+            raise _unopened(data_dir, error) from error
         except BaseException:
             os.close(self._directory_lock)
             raise
@@ -110,11 +112,11 @@ class Catalog:
         return {row.ref.pack_id: row for row in damaged}, removed
 
     def mark_damaged(self, row: PackRow, reason: str) -> bool:
-        """A check failed: the pack is served no more. False if it is not stored any more, or as another build."""
-        held = self._select(row.ref.pack_id)
-        if held is None or held.ref.build != row.ref.build:
-            return False
+        """A check of this build failed: the pack is served no more. False if it is not stored any more."""
         with self._lock:
+            held = self._db.execute("SELECT build FROM packs WHERE pack_id = ?", (row.ref.pack_id,)).fetchone()
+            if held != (row.ref.build,):
+                return False
             known = row.ref.pack_id in self.damaged
             self.damaged[row.ref.pack_id] = row
         if not known:
@@ -177,7 +179,7 @@ class Catalog:
                 winners.append(_pack_row(held))
         for row, winner in zip(rows, winners, strict=True):
             if winner is not None and (replaced := self.damaged.pop(row.ref.pack_id, None)) is not None:
-                (self.packs_dir / replaced.file).unlink(missing_ok=True)
+                remove_file(self.packs_dir / replaced.file)
         return winners
 
     def descendants(self, pack_id: bytes) -> list[PackRow]:
@@ -207,9 +209,9 @@ class Catalog:
             if not db.execute("DELETE FROM packs WHERE pack_id = ? AND build = ?", (name, build)).rowcount:
                 raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored")
         self.damaged.pop(name, None)
-        (self.packs_dir / row.file).unlink(missing_ok=True)
+        remove_file(self.packs_dir / row.file)
         for file, _ in found:
-            (self.sidecars_dir / file).unlink(missing_ok=True)
+            remove_file(self.sidecars_dir / file)
         return row.file_bytes + sum(size for _, size in found)
 
     def pin(self, pack_ids: Iterable[bytes], pinned: bool) -> None:
@@ -240,9 +242,12 @@ class Catalog:
         return sizes | {self.sidecars_dir / file: size for file, size in found}
 
     def sidecar(self, key: SidecarKey) -> SidecarRow | None:
-        query = "SELECT file, file_bytes FROM sidecars WHERE pack_id = ? AND build = ? AND kind = ? AND parameters = ?"
         with self._lock:
-            row = self._db.execute(query, (key.pack_id, key.build, key.kind, key.parameters)).fetchone()
+            return self._held_sidecar(key)
+
+    def _held_sidecar(self, key: SidecarKey) -> SidecarRow | None:
+        query = "SELECT file, file_bytes FROM sidecars WHERE pack_id = ? AND build = ? AND kind = ? AND parameters = ?"
+        row = self._db.execute(query, (key.pack_id, key.build, key.kind, key.parameters)).fetchone()
         return None if row is None else SidecarRow(key, *row)
 
     def sidecar_kinds(self, pack_id: bytes) -> list[str]:
@@ -258,7 +263,7 @@ class Catalog:
                 "INSERT OR IGNORE INTO sidecars VALUES (?, ?, ?, ?, ?, ?)",
                 (key.pack_id, key.build, key.kind, key.parameters, row.file, row.file_bytes),
             )
-        return self.sidecar(key) or row
+            return self._held_sidecar(key) or row
 
     def drop_sidecar(self, key: SidecarKey) -> None:
         """Forgets a damaged sidecar; its file goes with the next start."""
@@ -277,6 +282,14 @@ class Catalog:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file that no row names. If that fails the next start does it: what was done before stands."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        event(log, logging.ERROR, "file not removed", file=path, error=error)
 
 
 def sync_directory(directory: Path) -> None:
@@ -301,6 +314,17 @@ def _hold(data_dir: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _unopened(data_dir: Path, error: sqlite3.DatabaseError) -> StoreError:
+    """Why the catalogue could not be opened: only what SQLite calls corrupt is lost."""
+    message = f"{data_dir}/catalog.sqlite cannot be read: {error}"
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return StoreError("DATA_LOSS", message)
+    disk = os.statvfs(data_dir)
+    if disk.f_bavail * disk.f_frsize < _OPEN_BYTES:
+        return StoreError("RESOURCE_EXHAUSTED", f"{message}; the disk is full, make {_OPEN_BYTES >> 10} KiB of room")
+    return StoreError("UNAVAILABLE", message)
 
 
 def _size_of(path: Path) -> int:

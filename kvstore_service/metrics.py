@@ -15,6 +15,7 @@ GAUGES = {
     "draining": "1 while new work is refused",
     "frame_bytes": "bytes of one frame (an extent) of the DRAM tier",
     "frames": "frames of the DRAM tier",
+    "frames_pinned": "frames that a run or a read holds",
     "frames_used": "frames that hold an extent",
     "pack_bytes": "bytes of committed packs",
     "packs": "committed packs",

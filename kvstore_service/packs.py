@@ -44,6 +44,7 @@ class OpenPacks:
         with self._lock:
             pack = self._open[row.ref.build]
             pack.holders -= 1
+            self._found_damaged(row, pack)
             if pack.holders == 0:
                 self._idle[row.ref.build] = None
             while len(self._idle) > self._idle_max:
@@ -73,6 +74,19 @@ class OpenPacks:
         """(open packs, holders of all of them)."""
         with self._lock:
             return len(self._open), sum(pack.holders for pack in self._open.values())
+
+    def check(self, row: PackRow) -> None:
+        """DATA_LOSS, and a mark, if a read of the open pack has met a block that fails its check."""
+        with self._lock:
+            pack = self._open.get(row.ref.build)
+            if pack is not None and self._found_damaged(row, pack):
+                raise StoreError("DATA_LOSS", f"pack {row.ref.pack_id.hex()} is damaged; write it again")
+
+    def _found_damaged(self, row: PackRow, pack: _OpenPack) -> bool:
+        damaged = self._plane.pack_damaged(pack.handle)
+        if damaged:
+            self._catalog.mark_damaged(row, "a block that was read fails its checksum")
+        return damaged
 
     @contextmanager
     def using(self, row: PackRow) -> Iterator[int]:

@@ -154,7 +154,8 @@ def _answered(method: str, context: grpc.ServicerContext, act: Callable[[], _T])
         failure = error
         level = logging.INFO
     except sqlite3.Error as error:
-        failure = StoreError("INTERNAL", f"the catalogue failed: {error}")
+        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        failure = StoreError("RESOURCE_EXHAUSTED" if full else "INTERNAL", f"the catalogue failed: {error}")
         level = logging.ERROR
     except OSError as error:
         failure = StoreError("RESOURCE_EXHAUSTED" if error.errno in _FULL else "INTERNAL", str(error))

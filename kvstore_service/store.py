@@ -516,10 +516,12 @@ class Store:
         """None also for a damaged pack, which is counted: it has to be written again like one that is not there."""
         try:
             row = self._catalog.pack(name)
+            if row is not None and row.tenant == worker.tenant:
+                self._packs.check(row)
+                return row
         except StoreError:
             self._count("lookup_damaged")
-            return None
-        return row if row is not None and row.tenant == worker.tenant else None
+        return None
 
     def _row(self, ref: PackRef, worker: Worker) -> PackRow:
         """The pack that a worker means: NOT_FOUND, DATA_LOSS, or FAILED_PRECONDITION for another build."""
@@ -531,6 +533,7 @@ class Store:
             raise StoreError("NOT_FOUND", f"pack {key.pack_id.hex()} is not stored")
         if row.ref.build != key.build:
             raise StoreError("FAILED_PRECONDITION", f"pack {key.pack_id.hex()} has build {row.ref.build.hex()}")
+        self._packs.check(row)
         return row
 
     def _tenant_key(self, worker: Worker) -> bytes:

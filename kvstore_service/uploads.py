@@ -6,11 +6,12 @@ import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_service import native
-from kvstore_service.catalog import Catalog, sync_directory
+from kvstore_service.catalog import Catalog, remove_file, sync_directory
 from kvstore_service.sessions import Session, Worker
 from kvstore_service.types import (
     BUILD_BYTES,
@@ -99,13 +100,19 @@ class Uploads:
             else:
                 results[upload.upload_id] = early
         finished: list[Upload] = []
-        for upload, error in zip(ready, self._finishers.map(self._finish, ready), strict=True):
-            error = error or self._parent_error(upload, finished)
-            if error is None:
-                finished.append(upload)
-            else:
+        errors = list(self._finishers.map(self._finish, ready))
+        try:
+            for upload, error in zip(ready, errors, strict=True):
+                error = error or self._parent_error(upload, finished)
+                if error is None:
+                    finished.append(upload)
+                else:
+                    self._settle(upload, won=False)
+                    results[upload.upload_id] = CommittedPack(None, error=error)
+        except BaseException:
+            for upload in ready:  # the data plane knows them no more
                 self._settle(upload, won=False)
-                results[upload.upload_id] = CommittedPack(None, error=error)
+            raise
         for upload, winner in zip(finished, self._publish(finished), strict=True):
             if winner is None:
                 self._settle(upload, won=False)
@@ -247,7 +254,8 @@ class Uploads:
             with native.errors():
                 self._plane.finish_upload(upload.upload_id)
         except StoreError as error:
-            self._plane.abort_upload(upload.upload_id)
+            with suppress(StoreError), native.errors():  # the first error is the one to tell
+                self._plane.abort_upload(upload.upload_id)
             return error
         return None
 
@@ -257,7 +265,7 @@ class Uploads:
                 return
             self._promised_bytes -= upload.row.file_bytes
         if not won:
-            self._path(upload.row).unlink(missing_ok=True)
+            remove_file(self._path(upload.row))
 
     def _discard(self, uploads: Sequence[Upload]) -> None:
         for upload in uploads:

@@ -23,14 +23,18 @@ class Daemon(PrivateDaemon):
         *,
         options: Sequence[str] = ("--nvme-bytes=1GiB", "--copy-threads=1"),
         faulty: bool = False,
+        native: Path | None = None,
+        prefix: Sequence[str] = (),
         start_s: float = 30.0,
     ) -> None:
-        """Keeps its packs under `directory`/data."""
+        """Keeps its packs under `directory`/data. `native`: the build of the data plane for a faulty one to load;
+        `prefix`: a command that runs the daemon's."""
+        faulty_argv = _FAULTY_ARGV if native is None else (*_FAULTY_ARGV, f"--native={native}")
         super().__init__(
             directory / "data",
             dram_bytes,
             options=options,
-            argv=_FAULTY_ARGV if faulty else DAEMON_ARGV,
+            argv=(*prefix, *(faulty_argv if faulty else DAEMON_ARGV)),
             start_s=start_s,
         )
 
@@ -44,6 +48,17 @@ class Daemon(PrivateDaemon):
         self.send_line(json.dumps(faults))
         answer = self.read_line(10.0)
         assert answer == "ok", answer
+
+    def set_disk_faults(self, *rules: tuple[str, str, int, int, int]) -> None:
+        """io_shim_set in the daemon's process; returns when they hold. Needs `native` with the shim."""
+        self.send_line(json.dumps(rules))
+        answer = self.read_line(10.0)
+        assert answer == "ok", answer
+
+    def disk_counts(self) -> dict[str, tuple[int, int]]:
+        """{site: (operations, of them with a fault)} since the last `set_disk_faults`."""
+        self.send_line(json.dumps("disk"))
+        return {site: (operations, faults) for site, (operations, faults) in json.loads(self.read_line(10.0)).items()}
 
     def drain_trace(self) -> list[list[int]]:
         """DataPlane.drain_trace in the daemon's process. Needs faulty=True."""

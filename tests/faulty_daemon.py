@@ -1,34 +1,66 @@
 """kvstored with a lever: reads JSON lines from stdin.
 
-An object goes to DataPlane.set_faults and is answered with `ok`; "trace" with the rows of DataPlane.drain_trace.
+An object goes to DataPlane.set_faults and is answered with `ok`; "trace" with the rows of DataPlane.drain_trace. With
+`--native=PATH` as its first flag it loads that build of kvstore_service._native; if it is one with HEADGATE_IO_SHIM,
+an array goes to io_shim_set and "disk" is answered with io_shim_counts.
 """
 
+from __future__ import annotations
+
+import importlib.util
 import json
 import sys
 import threading
+from typing import TYPE_CHECKING
 
-from kvstore_service.config import Config
-from kvstore_service.server import Daemon, main
+if TYPE_CHECKING:
+    from kvstore_service.config import Config
+    from kvstore_service.server import Daemon
 
 
 def faulty(config: Config) -> Daemon:
+    from kvstore_service.server import Daemon
+
     daemon = Daemon(config)
     threading.Thread(target=_obey, args=(daemon,), daemon=True).start()
     return daemon
 
 
 def _obey(daemon: Daemon) -> None:
+    from kvstore_service import _native
+
     for line in sys.stdin:
         try:
             message = json.loads(line)
             if message == "trace":
                 print(json.dumps(daemon.data_plane.drain_trace().tolist()), flush=True)
                 continue
-            daemon.data_plane.set_faults(**message)
+            if message == "disk":
+                print(json.dumps(_native.io_shim_counts()), flush=True)
+                continue
+            if isinstance(message, list):
+                _native.io_shim_set([tuple(rule) for rule in message])
+            else:
+                daemon.data_plane.set_faults(**message)
             print("ok", flush=True)
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             print(f"refused: {error}", flush=True)
 
 
+def _load_native(path: str) -> None:
+    """Puts the build at `path` in the place of the installed one, before anything imports that."""
+    name = "kvstore_service._native"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
 if __name__ == "__main__":
-    sys.exit(main(make=faulty))
+    arguments = sys.argv[1:]
+    if arguments and arguments[0].startswith("--native="):
+        _load_native(arguments.pop(0).partition("=")[2])
+    from kvstore_service.server import main
+
+    sys.exit(main(arguments, make=faulty))

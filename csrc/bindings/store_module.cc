@@ -3,9 +3,12 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <map>
+#include <tuple>
 
 #include "store/crc32c.h"
 #include "store/data_plane.h"
@@ -212,6 +215,7 @@ void bind_data_plane(nb::module_& m) {
       .def("pack_spec", &DataPlane::pack_header, "pack"_a, NoGil())
       .def("read_map", &read_map, "pack"_a)
       .def("verify_pack", &DataPlane::verify_pack, "pack"_a, NoGil())
+      .def("pack_damaged", &DataPlane::pack_damaged, "pack"_a, NoGil())
       .def("warm", &warm, "pack"_a, "hot_records"_a)
       .def("add_worker", &DataPlane::add_worker, "window_fd"_a, "window_bytes"_a, "staging_fd"_a, "staging_bytes"_a,
            "slots"_a, NoGil())
@@ -234,6 +238,33 @@ void bind_data_plane(nb::module_& m) {
           "seed"_a = 0, NoGil());
 }
 
+#ifdef HEADGATE_IO_SHIM
+
+using ShimRule = std::tuple<std::string, std::string, uint64_t, uint64_t, uint64_t>;
+
+void set_shim(const std::vector<ShimRule>& wanted) {
+  static const std::map<std::string, shim::Action> actions{{"fail", shim::Action::kFail},
+                                                           {"shorten", shim::Action::kShorten},
+                                                           {"tear", shim::Action::kTear},
+                                                           {"delay", shim::Action::kDelay}};
+  std::vector<shim::Rule> rules;
+  for (const auto& [site, action, nth, times, value] : wanted) {
+    auto found = actions.find(action);
+    if (found == actions.end()) throw invalid_argument("no action " + action);
+    rules.push_back({site, found->second, nth, times, value});
+  }
+  shim::set(std::move(rules));
+}
+
+nb::dict shim_counts() {
+  nb::dict out;
+  auto counts = shim::counts();
+  for (size_t i = 0; i < counts.size(); ++i) out[kSiteNames[i]] = nb::make_tuple(counts[i].first, counts[i].second);
+  return out;
+}
+
+#endif
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -245,6 +276,10 @@ NB_MODULE(_native, m) {
   bind_shapes(m);
   bind_policy(m);
   bind_data_plane(m);
+#ifdef HEADGATE_IO_SHIM
+  m.def("io_shim_set", &set_shim, "rules"_a);
+  m.def("io_shim_counts", &shim_counts);
+#endif
   m.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
   m.def("crc32c_portable", [](nb::bytes data) { return crc32c_portable(0, data.c_str(), data.size()); }, "data"_a);
 }

@@ -34,6 +34,7 @@ enum class Fault : uint32_t {
   kNone = 0,
   kInvalidArgument = 3,
   kNotFound = 5,
+  kResourceExhausted = 8,
   kFailedPrecondition = 9,
   kAborted = 10,
   kInternal = 13,

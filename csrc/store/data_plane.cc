@@ -132,6 +132,8 @@ PackHeader DataPlane::pack_header(uint32_t pack) { return find_pack(pack)->heade
 std::vector<uint16_t> DataPlane::read_map(uint32_t pack) { return find_pack(pack)->read_map(); }
 std::vector<uint32_t> DataPlane::verify_pack(uint32_t pack) { return find_pack(pack)->verify(); }
 
+bool DataPlane::pack_damaged(uint32_t pack) { return find_pack(pack)->damaged; }
+
 void DataPlane::warm(uint32_t pack, const uint32_t* hot_records) {
   AheadJob job{find_pack(pack), {}, 0};
   const PackHeader& h = job.pack->header();
@@ -326,6 +328,7 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"promotes_dropped", c.promotes_dropped},
           {"frames", frames_.count()},
           {"frames_used", frames_.used()},
+          {"frames_pinned", frames_.pinned()},
           {"frame_bytes", frames_.frame_bytes()},
           {"packs_open", packs_.size()},
           {"uploads_open", uploads_.size()},

@@ -45,6 +45,7 @@ class DataPlane {
   PackHeader pack_header(uint32_t pack);
   std::vector<uint16_t> read_map(uint32_t pack);
   std::vector<uint32_t> verify_pack(uint32_t pack);
+  bool pack_damaged(uint32_t pack);
   void warm(uint32_t pack, const uint32_t* hot_records);  // [layers, lanes of kind 0]
 
   uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots);

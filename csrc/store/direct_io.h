@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/pack.h"
+#include "store/disk.h"
 #include "store/mapping.h"
 
 namespace headgate {
@@ -28,10 +29,13 @@ class BlockBuffer {
 };
 
 // Opens with O_DIRECT | O_CLOEXEC | flags. FAILED_PRECONDITION where the file system has no O_DIRECT.
-Fd open_direct(const std::string& path, int flags);
+Fd open_direct(Site site, const std::string& path, int flags);
 
-// Whole blocks; DATA_LOSS at an early end of file, UNAVAILABLE on an I/O error.
-void read_direct(int fd, uint8_t* to, uint64_t bytes, uint64_t offset, const std::string& path);
-void write_direct(int fd, const uint8_t* from, uint64_t bytes, uint64_t offset, const std::string& path);
+// How often a transfer that the kernel wants repeated, or that ends inside a block, is repeated before it has failed.
+inline constexpr uint32_t kRetriesMax = 1000;
+
+// Whole blocks; DATA_LOSS at an early end of file, RESOURCE_EXHAUSTED on a full disk, UNAVAILABLE on an I/O error.
+void read_direct(Site site, int fd, uint8_t* to, uint64_t bytes, uint64_t offset, const std::string& path);
+void write_direct(Site site, int fd, const uint8_t* from, uint64_t bytes, uint64_t offset, const std::string& path);
 
 }  // namespace headgate

@@ -54,6 +54,11 @@ uint32_t Frames::used() const {
   return count_ - uint32_t(free_.size());
 }
 
+uint32_t Frames::pinned() const {
+  std::lock_guard lock(mutex_);
+  return pinned_;
+}
+
 size_t Frames::acquire(std::span<ExtentUse> uses) {
   std::lock_guard lock(mutex_);
   size_t pinned = 0;

@@ -45,6 +45,7 @@ class Frames {
 
   uint32_t count() const { return count_; }
   uint32_t used() const;
+  uint32_t pinned() const;
   uint32_t extent_blocks() const { return extent_blocks_; }
   uint32_t frame_bytes() const { return extent_blocks_ * kBlockBytes; }
   uint8_t* address(uint32_t frame) const { return memory_ + uint64_t{frame} * frame_bytes(); }

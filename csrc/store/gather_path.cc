@@ -117,6 +117,7 @@ uint32_t GatherPath::read(const ExtentUse& use, RunTask* run) {
     uint32_t count = uint32_t(std::countr_one(left >> first));
     left &= ~(((1u << count) - 1) << first);
     Io io{};
+    io.site = run ? Site::kGather : Site::kReadAhead;
     io.fd = use.pack->fd();
     io.buffer = frames_.address(use.frame) + uint64_t{first} * kBlockBytes;
     io.bytes = count * kBlockBytes;
@@ -144,6 +145,7 @@ void GatherPath::landed(const Io& io, int error) {
     add(counters_.nvme_read_ops);
     add(counters_.crc_errors, uint64_t(std::popcount(uint32_t(all & ~good))));
   }
+  if (good != all && (error == 0 || error == ENODATA)) io.pack->damaged.store(true, std::memory_order_relaxed);
   landings_.push_back({io.frame, good, uint16_t(all & ~good), io.run == nullptr});
   if (!io.run) return;
   --io.run->io_in_flight;

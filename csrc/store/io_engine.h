@@ -8,6 +8,8 @@
 #include <span>
 #include <vector>
 
+#include "store/disk.h"
+
 namespace headgate {
 
 class PackFile;
@@ -15,6 +17,7 @@ struct RunTask;
 
 // One read or write of whole blocks. The buffer belongs to the engine until `reap` hands the request back.
 struct Io {
+  Site site;
   int fd;
   bool write;
   uint8_t* buffer;
@@ -31,6 +34,7 @@ struct Io {
 
   uint32_t done;  // bytes
   uint32_t retries;
+  [[no_unique_address]] shim::Injected injected;
 };
 
 // Single-threaded.

@@ -63,21 +63,21 @@ uint32_t header_crc(const PackHeader& header) {
 }
 
 PackFile::PackFile(const std::string& path, Counters& counters)
-    : path_(path), counters_(counters), fd_(open_direct(path, O_RDONLY)) {
+    : path_(path), counters_(counters), fd_(open_direct(Site::kPackOpen, path, O_RDONLY)) {
   read_header();
   read_crcs();
   frame_of_extent.assign(extents(), kNoFrame);
 }
 
-void PackFile::read(uint8_t* to, uint64_t bytes, uint64_t offset) const {
-  read_direct(fd_.get(), to, bytes, offset, path_);
+void PackFile::read(Site site, uint8_t* to, uint64_t bytes, uint64_t offset) const {
+  read_direct(site, fd_.get(), to, bytes, offset, path_);
   add(counters_.nvme_read_bytes, bytes);
   add(counters_.nvme_read_ops);
 }
 
 void PackFile::read_header() {
   BlockBuffer block(kBlockBytes);
-  read(block.data(), kBlockBytes, 0);
+  read(Site::kPackHeader, block.data(), kBlockBytes, 0);
   std::memcpy(&header_, block.data(), sizeof header_);
   if (header_.magic != kPackMagic) throw data_loss(path_ + ": not a pack (magic)");
   uint32_t stored = header_.header_crc;
@@ -95,18 +95,21 @@ void PackFile::read_header() {
   lay_out(expected);
   if (std::memcmp(&expected, &header_, sizeof header_) != 0) throw data_loss(path_ + ": header offsets");
   struct stat info;
-  if (fstat(fd_.get(), &info) != 0 || uint64_t(info.st_size) < header_.file_bytes)
+  if (disk::fstat(Site::kPackStat, fd_.get(), &info) != 0) throw system_error(path_ + ": fstat", errno);
+  if (uint64_t(info.st_size) < header_.file_bytes)
     throw data_loss(path_ + ": the file is shorter than its header says");
 }
 
 void PackFile::read_crcs() {
   uint64_t count = header_.crc_off / kBlockBytes - 1;
   BlockBuffer table(header_.file_bytes - header_.crc_off);
-  read(table.data(), table.bytes(), header_.crc_off);
+  read(Site::kPackCrcs, table.data(), table.bytes(), header_.crc_off);
   uint32_t stored;
   std::memcpy(&stored, table.data() + count * sizeof(uint32_t), sizeof stored);
   uint32_t crc = crc32c(crc32c(0, header_.build, sizeof header_.build), table.data(), count * sizeof(uint32_t));
-  if (crc != stored) throw data_loss(path_ + ": checksum of the checksum table");
+  bool clean = std::all_of(table.data() + (count + 1) * sizeof(uint32_t), table.data() + table.bytes(),
+                           [](uint8_t byte) { return byte == 0; });
+  if (crc != stored || !clean) throw data_loss(path_ + ": checksum of the checksum table");
   crcs_.resize(count);
   std::memcpy(crcs_.data(), table.data(), count * sizeof(uint32_t));
 }
@@ -117,7 +120,7 @@ bool PackFile::block_ok(uint32_t block, const uint8_t* data) const {
 
 std::vector<uint16_t> PackFile::read_map() const {
   BlockBuffer buffer(header_.map_bytes);
-  read(buffer.data(), buffer.bytes(), header_.map_off);
+  read(Site::kPackMap, buffer.data(), buffer.bytes(), header_.map_off);
   uint32_t first = data_blocks();
   for (uint32_t b = 0; b < header_.map_bytes / kBlockBytes; ++b) {
     if (block_ok(first + b, buffer.data() + uint64_t{b} * kBlockBytes)) continue;
@@ -136,7 +139,7 @@ std::vector<uint32_t> PackFile::verify() const {
   uint32_t blocks = uint32_t(crcs_.size());
   for (uint32_t first = 0; first < blocks; first += kBlocksAtOnce) {
     uint32_t count = std::min(kBlocksAtOnce, blocks - first);
-    read(buffer.data(), uint64_t{count} * kBlockBytes, (uint64_t{first} + 1) * kBlockBytes);
+    read(Site::kPackVerify, buffer.data(), uint64_t{count} * kBlockBytes, (uint64_t{first} + 1) * kBlockBytes);
     for (uint32_t b = 0; b < count; ++b)
       if (!block_ok(first + b, buffer.data() + uint64_t{b} * kBlockBytes)) bad.push_back(first + b + 1);
   }

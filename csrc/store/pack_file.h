@@ -8,6 +8,7 @@
 
 #include "core/pack.h"
 #include "store/counters.h"
+#include "store/disk.h"
 #include "store/mapping.h"
 
 namespace headgate {
@@ -51,9 +52,10 @@ class PackFile {
 
   std::vector<uint32_t> frame_of_extent;  // guarded by Frames
   std::atomic<uint32_t> bound{0};         // slots that use this pack
+  std::atomic<bool> damaged{false};       // a read has met a block that fails its check
 
  private:
-  void read(uint8_t* to, uint64_t bytes, uint64_t offset) const;
+  void read(Site site, uint8_t* to, uint64_t bytes, uint64_t offset) const;
   void read_header();
   void read_crcs();
 

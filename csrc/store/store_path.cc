@@ -1,6 +1,7 @@
 #include "store/store_path.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "store/pack_file.h"
@@ -79,6 +80,7 @@ void StorePath::write_next(RunTask& t) {
 
   free_.pop_back();
   Io io{};
+  io.site = Site::kUploadSegment;
   io.fd = t.upload->fd();
   io.write = true;
   io.buffer = to;
@@ -95,7 +97,7 @@ void StorePath::landed(const Io& io, int error) {
   free_.push_back(io.write_buffer);
   --io.run->io_in_flight;
   if (error != 0) {
-    io.run->fault = Fault::kUnavailable;
+    io.run->fault = error == ENOSPC || error == EDQUOT ? Fault::kResourceExhausted : Fault::kUnavailable;
     return;
   }
   add(counters_.nvme_write_bytes, io.bytes);

@@ -14,13 +14,13 @@ Upload::Upload(const std::string& path, const PackHeader& header, Counters& coun
   header_.version = kPackVersion;
   check_shape(header_);
   lay_out(header_);
-  fd_ = open_direct(path, O_RDWR | O_CREAT | O_EXCL);
-  if (fallocate(fd_.get(), 0, 0, off_t(header_.file_bytes)) != 0) {
+  fd_ = open_direct(Site::kUploadOpen, path, O_RDWR | O_CREAT | O_EXCL);
+  int result = disk::fallocate(Site::kUploadAllocate, fd_.get(), header_.file_bytes);
+  if (result != 0 && errno == EOPNOTSUPP) result = disk::ftruncate(Site::kUploadExtend, fd_.get(), header_.file_bytes);
+  if (result != 0) {
     int error = errno;
-    if (error != EOPNOTSUPP || ftruncate(fd_.get(), off_t(header_.file_bytes)) != 0) {
-      unlink(path.c_str());
-      throw system_error(path + ": fallocate", error);
-    }
+    disk::unlink(Site::kUploadUnlink, path.c_str());
+    throw system_error(path + ": allocate", error);
   }
   for (uint32_t j = 0; j < header_.kind_count; ++j) missing_ += header_.layers * header_.kinds[j].lanes;
   segments_.assign(missing_, Segment::kEmpty);
@@ -74,9 +74,9 @@ void Upload::finish() {
   try {
     check_map();
     write_map_and_crcs();
-    make_durable();
+    make_durable(Site::kUploadTailSync);
     write_header();
-    make_durable();
+    make_durable(Site::kUploadHeaderSync);
   } catch (const Error&) {
     // After a failed sync the kernel may call pages clean that never reached the disk: nothing here can be trusted.
     std::lock_guard lock(mutex_);
@@ -113,7 +113,7 @@ void Upload::write_map_and_crcs() {
   std::memcpy(table, crcs_.data(), table_bytes);
   uint32_t own = crc32c(crc32c(0, header_.build, sizeof header_.build), table, table_bytes);
   std::memcpy(table + table_bytes, &own, sizeof own);
-  write_direct(fd_.get(), tail.data(), tail.bytes(), header_.map_off, path_);
+  write_direct(Site::kUploadTail, fd_.get(), tail.data(), tail.bytes(), header_.map_off, path_);
   add(counters_.nvme_write_bytes, tail.bytes());
 }
 
@@ -121,12 +121,12 @@ void Upload::write_header() {
   header_.header_crc = header_crc(header_);
   BlockBuffer block(kBlockBytes);
   std::memcpy(block.data(), &header_, sizeof header_);
-  write_direct(fd_.get(), block.data(), kBlockBytes, 0, path_);
+  write_direct(Site::kUploadHeader, fd_.get(), block.data(), kBlockBytes, 0, path_);
   add(counters_.nvme_write_bytes, kBlockBytes);
 }
 
-void Upload::make_durable() {
-  if (fdatasync(fd_.get()) != 0) throw unavailable(path_ + ": fdatasync: " + std::strerror(errno));
+void Upload::make_durable(Site site) {
+  if (disk::fdatasync(site, fd_.get()) != 0) throw system_error(path_ + ": fdatasync", errno);
 }
 
 void Upload::abort() {
@@ -135,7 +135,7 @@ void Upload::abort() {
   state_ = State::kRetired;
   idle_.wait(lock, [this] { return writing_ == 0; });
   fd_.reset();
-  unlink(path_.c_str());
+  disk::unlink(Site::kUploadUnlink, path_.c_str());
 }
 
 }  // namespace headgate

@@ -10,6 +10,7 @@
 #include "core/pack.h"
 #include "core/ring.h"
 #include "store/counters.h"
+#include "store/disk.h"
 #include "store/mapping.h"
 
 namespace headgate {
@@ -42,7 +43,7 @@ class Upload {
   void check_map() const;
   void write_map_and_crcs();
   void write_header();
-  void make_durable();
+  void make_durable(Site site);
 
   std::string path_;
   Counters& counters_;

@@ -46,9 +46,10 @@ def spec(
     record_bytes: int,
     tokens: int,
     extent_blocks: int = 4,
+    pack_id: bytes | None = None,
 ) -> store_native.PackSpec:
     return store_native.PackSpec(
-        pack_id=rng.bytes(32),
+        pack_id=pack_id or rng.bytes(32),
         build=rng.bytes(16),
         parent=bytes(32),
         fingerprint=bytes([7]) * 32,
@@ -145,11 +146,12 @@ class Rig:
         lanes: int = 2,
         record_bytes: int = 512,
         tokens: int = 512,
+        pack_id: bytes | None = None,
     ) -> Pack:
-        """A random pack, stored through the ring, finished and opened."""
+        """A random pack, stored through the ring, finished and opened. The same `pack_id` again is another build."""
         self.opened += 1
         path = self.directory / f"{self.opened}.pack"
-        what = spec(rng, layers, lanes, record_bytes, tokens, self.extent_blocks)
+        what = spec(rng, layers, lanes, record_bytes, tokens, self.extent_blocks, pack_id)
         upload = self.plane.create_upload(str(path), what)
         self.plane.own_upload(self.worker, upload)
         records = rng.integers(0, 256, (layers, lanes, tokens, record_bytes), np.uint8)

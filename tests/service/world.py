@@ -97,7 +97,11 @@ class TestWorker:
             no_pairs = np.empty((0, 2), np.uint32)
             seq = self.bulk.post(_native.OP_STORE, 0, layer, runs, no_pairs)
             statuses = self.bulk.wait(seq, WAIT_US)
-            assert (statuses[:, 0] == _native.STATUS_OK).all(), statuses
+            self.settle(statuses)
+
+    def settle(self, statuses: NDArray[np.uint32]) -> None:
+        """What becomes of a ticket's answers, uint32[runs, 2] (status, aux)."""
+        assert (statuses[:, 0] == _native.STATUS_OK).all(), statuses
 
     def write(self, session: str, number: int, index: int = 0) -> ReservedPack:
         """Reserves and stores pack `number`; not committed yet."""
@@ -129,7 +133,7 @@ class TestWorker:
             runs["pair_count"], runs["lane"] = len(pairs), np.arange(LANES)
             seq = self.decode.post(_native.OP_GATHER, 0, layer, runs, np.tile(pairs, (LANES, 1)))
             statuses = self.decode.wait(seq, WAIT_US)
-            assert (statuses[:, 0] == _native.STATUS_OK).all(), statuses
+            self.settle(statuses)
         lanes = self.window.reshape(SLOTS, LAYERS, LANES, PLACES, RECORD_BYTES)
         return lanes[slot, :, :, : len(records)].copy()
 

@@ -1,0 +1,90 @@
+#include "shim/disk_shim.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+
+#include "core/futex.h"
+#include "core/pack.h"
+#include "store/error.h"
+
+namespace headgate::shim {
+namespace {
+
+constexpr uint8_t kGarbage = 0xa5;
+
+std::mutex mutex;
+std::vector<Rule> rules;
+std::vector<std::pair<uint64_t, uint64_t>> counted(size_t(Site::kCount));
+
+}  // namespace
+
+void set(std::vector<Rule> wanted) {
+  for (const Rule& rule : wanted)
+    if (rule.site != "*" && std::find(std::begin(kSiteNames), std::end(kSiteNames), rule.site) == std::end(kSiteNames))
+      throw invalid_argument("no site " + rule.site);
+  std::lock_guard lock(mutex);
+  rules = std::move(wanted);
+  counted.assign(size_t(Site::kCount), {0, 0});
+}
+
+std::vector<std::pair<uint64_t, uint64_t>> counts() {
+  std::lock_guard lock(mutex);
+  return counted;
+}
+
+Injected take(Site site) {
+  std::lock_guard lock(mutex);
+  auto& [operations, faults] = counted[size_t(site)];
+  ++operations;
+  Injected injected;
+  for (Rule& rule : rules) {
+    if (rule.site != "*" && rule.site != kSiteNames[size_t(site)]) continue;
+    ++rule.seen;
+    if (injected.action != Action::kNone || rule.seen < rule.nth || rule.seen - rule.nth >= rule.times) continue;
+    injected.action = rule.action;
+    injected.value = rule.value;
+    ++faults;
+  }
+  return injected;
+}
+
+void sleep_us(uint64_t us) {
+  timespec left = to_timespec(us * 1000);
+  while (nanosleep(&left, &left) != 0 && errno == EINTR) {
+  }
+}
+
+size_t Injected::asked(bool write, size_t bytes) const {
+  if (!write || (action != Action::kShorten && action != Action::kTear)) return bytes;
+  return std::min<size_t>(value, bytes) / kBlockBytes * kBlockBytes;
+}
+
+ssize_t Injected::answer(bool write, void* buffer, size_t bytes, ssize_t result) const {
+  if (result < 0 || (action != Action::kShorten && action != Action::kTear)) return result;
+  size_t kept = std::min<size_t>(value, bytes);
+  if (!write) std::memset(static_cast<uint8_t*>(buffer) + kept, kGarbage, bytes - kept);
+  return ssize_t(action == Action::kTear ? bytes : kept);
+}
+
+bool prepare(Site site, Injected& injected, io_uring_sqe* sqe, bool write, uint32_t& bytes) {
+  injected = take(site);
+  if (injected.action == Action::kDelay) {
+    injected.delay = {int64_t(injected.value / 1'000'000), int64_t(injected.value % 1'000'000 * 1000)};
+    io_uring_prep_timeout(sqe, &injected.delay, 0, 0);
+    return true;
+  }
+  bytes = uint32_t(injected.asked(write, bytes));
+  if (bytes > 0 && injected.action != Action::kFail) return false;
+  io_uring_prep_nop(sqe);
+  return true;
+}
+
+int settle(Injected& injected, bool write, void* buffer, uint32_t bytes, int result) {
+  if (injected.action == Action::kFail) return -int(injected.value);
+  if (injected.action == Action::kDelay) return -EAGAIN;
+  return int(injected.answer(write, buffer, bytes, result));
+}
+
+}  // namespace headgate::shim

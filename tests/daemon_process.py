@@ -12,8 +12,6 @@ from pathlib import Path
 
 from kvstore_service.private import DAEMON_ARGV, PrivateDaemon
 
-_FAULTY_ARGV = (sys.executable, "-m", "tests.faulty_daemon")
-
 
 class Daemon(PrivateDaemon):
     def __init__(
@@ -23,14 +21,15 @@ class Daemon(PrivateDaemon):
         *,
         options: Sequence[str] = ("--nvme-bytes=1GiB", "--copy-threads=1"),
         faulty: bool = False,
+        module: str = "",
         start_s: float = 30.0,
     ) -> None:
-        """Keeps its packs under `directory`/data."""
+        """Keeps its packs under `directory`/data. `module`: another entry than kvstored's, such as a broken one."""
         super().__init__(
             directory / "data",
             dram_bytes,
             options=options,
-            argv=_FAULTY_ARGV if faulty else DAEMON_ARGV,
+            argv=(sys.executable, "-m", module or "tests.faulty_daemon") if faulty or module else DAEMON_ARGV,
             start_s=start_s,
         )
 

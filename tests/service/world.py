@@ -37,7 +37,7 @@ WAIT_US = 10_000_000
 
 
 def digest(number: int) -> bytes:
-    return bytes([number]) * 32
+    return number.to_bytes(4, "little") * 8
 
 
 def reservation(number: int, index: int = 0, parent: bytes = b"") -> PackReservation:
@@ -62,11 +62,12 @@ def order_of(number: int, layer: int, lane: int) -> NDArray[np.uint16]:
 
 @dataclass
 class TestWorker:
-    """A registered client with its memory mapped."""
+    """A registered client with its memory mapped; it waits for a ticket at most `wait_us`."""
 
     __test__ = False
 
     client: StoreClient
+    wait_us: int = WAIT_US
     memory: WorkerMemory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class TestWorker:
                 runs[lane]["slot"], runs[lane]["lane"], runs[lane]["arg"] = upload_id, lane, offset
             no_pairs = np.empty((0, 2), np.uint32)
             seq = self.bulk.post(_native.OP_STORE, 0, layer, runs, no_pairs)
-            statuses = self.bulk.wait(seq, WAIT_US)
+            statuses = self.bulk.wait(seq, self.wait_us)
             assert (statuses[:, 0] == _native.STATUS_OK).all(), statuses
 
     def write(self, session: str, number: int, index: int = 0) -> ReservedPack:
@@ -128,7 +129,7 @@ class TestWorker:
             runs["first_pair"] = np.arange(LANES) * len(pairs)
             runs["pair_count"], runs["lane"] = len(pairs), np.arange(LANES)
             seq = self.decode.post(_native.OP_GATHER, 0, layer, runs, np.tile(pairs, (LANES, 1)))
-            statuses = self.decode.wait(seq, WAIT_US)
+            statuses = self.decode.wait(seq, self.wait_us)
             assert (statuses[:, 0] == _native.STATUS_OK).all(), statuses
         lanes = self.window.reshape(SLOTS, LAYERS, LANES, PLACES, RECORD_BYTES)
         return lanes[slot, :, :, : len(records)].copy()

@@ -36,9 +36,9 @@ def test_killed_daemons_lose_nothing_and_serve_again(tmp_path: Path) -> None:
 def test_a_daemon_that_acknowledges_too_early_is_found_out(tmp_path: Path) -> None:
     """The harness can fail: this daemon never ends the transactions that it acknowledges."""
     counts = Counts()
-    with Crasher(Daemon(tmp_path, module="tests.crash.lying_daemon"), 1, counts) as crasher:
-        with pytest.raises(Lost) as found:
-            any(crasher.kill() for _ in range(10))
+    liar = Daemon(tmp_path, module="tests.crash.lying_daemon")
+    with Crasher(liar, 1, counts) as crasher, pytest.raises(Lost) as found:
+        any(crasher.kill() for _ in range(10))
     assert "seed 1, life" in "".join(found.value.__notes__)
     assert counts.lost == 1
     assert counts.wrong_bytes == counts.other_failures == 0

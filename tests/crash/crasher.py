@@ -120,7 +120,7 @@ class Memory:
         elif event["event"] == "sending" and who in self.open:
             self.open[who][2]["sending"] = event["at_s"]
         elif event["event"] == "aborted":
-            self.open.pop(who)
+            self.open.pop(who, None)
             self.gone.add(tuple(event["chain"])[: event["have"] + 1])
         elif event["event"] == "sidecar":
             self.sidecars[event["number"]] = event["acked"]

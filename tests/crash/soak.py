@@ -70,17 +70,11 @@ class Soak:
 
     def record(self) -> None:
         figures = vars(self.counts).copy()
-        restarts_s = figures.pop("restarts_s")
-        if not restarts_s:
-            return
-        add_run(
-            "daemon_sigkill",
-            minutes=round(self.minutes, 2),
-            seed=self._seed,
-            **figures,
-            restart_s_median=round(statistics.median(restarts_s), 3),
-            restart_s_max=round(max(restarts_s), 3),
-        )
+        if restarts_s := figures.pop("restarts_s"):
+            figures["restart_s_median"] = round(statistics.median(restarts_s), 3)
+            figures["restart_s_max"] = round(max(restarts_s), 3)
+        if any(figures.values()):
+            add_run("daemon_sigkill", minutes=round(self.minutes, 2), seed=self._seed, **figures)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="of the first round")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started us with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     soak = Soak(arguments.minutes, arguments.seed)
     print(f"killing daemons for {arguments.minutes:g} min, first seed {arguments.seed}", flush=True)
     status = 0

@@ -51,7 +51,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
     def Heartbeat(
         self, request: Iterator[pb.HeartbeatRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.HeartbeatResponse]:
-        with contextlib.suppress(grpc.RpcError):  # the worker has gone, and the broker knows it
+        with contextlib.suppress(grpc.RpcError):  # the call was cut: by the worker's death or by the daemon's end
             for beat in request:
                 yield pb.HeartbeatResponse(sent_ns=beat.sent_ns, draining=self._store.draining.is_set())
 

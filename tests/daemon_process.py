@@ -12,6 +12,8 @@ from pathlib import Path
 
 from kvstore_service.private import DAEMON_ARGV, PrivateDaemon
 
+_FAULTY_ARGV = (sys.executable, "-m", "tests.faulty_daemon")
+
 
 class Daemon(PrivateDaemon):
     def __init__(
@@ -21,15 +23,14 @@ class Daemon(PrivateDaemon):
         *,
         options: Sequence[str] = ("--nvme-bytes=1GiB", "--copy-threads=1"),
         faulty: bool = False,
-        module: str = "",
         start_s: float = 30.0,
     ) -> None:
-        """Keeps its packs under `directory`/data. `module`: another entry than kvstored's, such as a broken one."""
+        """Keeps its packs under `directory`/data."""
         super().__init__(
             directory / "data",
             dram_bytes,
             options=options,
-            argv=(sys.executable, "-m", module or "tests.faulty_daemon") if faulty or module else DAEMON_ARGV,
+            argv=_FAULTY_ARGV if faulty else DAEMON_ARGV,
             start_s=start_s,
         )
 

@@ -1,6 +1,6 @@
 """Kills a real daemon under mixed load and checks it against a memory that lies outside of it.
 
-    with Crasher(Daemon(directory), seed, counts) as crasher:
+    with Crasher(daemon, seed, counts) as crasher:
         while counts.kills < 50:
             crasher.kill()
         crasher.check_all()
@@ -26,8 +26,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore_service.client import AdminClient, PackRef, SidecarKey, StoreClient, StoreError
+from kvstore_service.private import PrivateDaemon
 from tests.crash.load import SIDECAR_KIND, WRITERS, Chain, Reader, sidecar_of
-from tests.daemon_process import Daemon
 from tests.service.world import LANES, LAYERS, TOKENS
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ class Counts:
 class Load:
     """The process of tests/crash/load.py."""
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: PrivateDaemon) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.crash.load", daemon.socket, daemon.broker],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, cwd=ROOT,
@@ -149,7 +149,7 @@ class Crasher:
     """A daemon that is not started yet, its load, and the memory. Every failed check is counted and raised, with the
     seed in the error's notes."""
 
-    def __init__(self, daemon: Daemon, seed: int, counts: Counts) -> None:
+    def __init__(self, daemon: PrivateDaemon, seed: int, counts: Counts) -> None:
         self.counts = counts
         self.memory = Memory()
         self._seed = seed

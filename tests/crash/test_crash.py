@@ -2,12 +2,14 @@
 
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from kvstore_service.client import StoreClient, StoreError
+from kvstore_service.private import PrivateDaemon
 from tests.crash.crasher import Counts, Crasher, Lost
 from tests.daemon_process import Daemon
 from tests.service.world import LAYOUT
@@ -36,7 +38,7 @@ def test_killed_daemons_lose_nothing_and_serve_again(tmp_path: Path) -> None:
 def test_a_daemon_that_acknowledges_too_early_is_found_out(tmp_path: Path) -> None:
     """The harness can fail: this daemon never ends the transactions that it acknowledges."""
     counts = Counts()
-    liar = Daemon(tmp_path, module="tests.crash.lying_daemon")
+    liar = PrivateDaemon(tmp_path / "data", argv=(sys.executable, "-m", "tests.crash.lying_daemon"))
     with Crasher(liar, 1, counts) as crasher, pytest.raises(Lost) as found:
         any(crasher.kill() for _ in range(10))
     assert "seed 1, life" in "".join(found.value.__notes__)

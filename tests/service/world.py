@@ -102,7 +102,11 @@ class TestWorker:
         for layer in layers:
             seq = self.bulk.post(_native.OP_STORE, 0, layer, self.fill(upload_id, number, layer), NO_PAIRS)
             statuses = self.bulk.wait(seq, self.wait_us)
-            assert (statuses[:, 0] == _native.STATUS_OK).all(), statuses
+            self.settle(statuses)
+
+    def settle(self, statuses: NDArray[np.uint32]) -> None:
+        """What becomes of a ticket's answers, uint32[runs, 2] (status, aux)."""
+        assert (statuses[:, 0] == _native.STATUS_OK).all(), statuses
 
     def write(self, session: str, number: int, index: int = 0) -> ReservedPack:
         """Reserves and stores pack `number`; not committed yet."""
@@ -134,7 +138,7 @@ class TestWorker:
         for layer in range(LAYERS):
             seq = self.post_gather(layer, gather_runs(slot, epoch, len(records)), records)
             statuses = self.decode.wait(seq, self.wait_us)
-            assert (statuses[:, 0] == _native.STATUS_OK).all(), statuses
+            self.settle(statuses)
         lanes = self.window.reshape(SLOTS, LAYERS, LANES, PLACES, RECORD_BYTES)
         return lanes[slot, :, :, : len(records)].copy()
 

@@ -1,4 +1,6 @@
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test soak check format clean
+
+SOAK_MINUTES ?= 60
 
 setup:
 	@scripts/setup.sh
@@ -8,6 +10,10 @@ demo: setup
 
 test: setup check
 	@.venv/bin/python -m pytest $(ARGS)
+
+# One line per soak; each adds its counts to bench/results/reliability.json.
+soak: setup
+	@.venv/bin/python -m tests.crash.soak --minutes $(SOAK_MINUTES)
 
 check: setup
 	@.venv/bin/ruff check .

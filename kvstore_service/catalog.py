@@ -23,7 +23,6 @@ CATALOG_VERSION = 1
 TENANT_KEY_BYTES = 32
 _OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
 
-
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, key BLOB NOT NULL);

@@ -117,7 +117,9 @@ class _Client:
     def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._connection = BrokerConnection(broker, name, timeout_s)
-        self._channel = grpc.insecure_channel(f"unix:{socket}", options=[("grpc.enable_retries", 0)])
+        # A connection of its own: a shared one may still be backing off from a daemon that was gone.
+        options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
         self._count_lock = threading.Lock()
         self._closed = False
         self.rpc_count = 0

@@ -1,10 +1,5 @@
-"""The whole path through a real daemon, from reservation to gathered bytes; races, crashes and restarts."""
+"""The whole path through a real daemon, from reservation to gathered bytes; races and restarts."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -296,52 +291,6 @@ def test_a_changed_block_is_found_and_its_pack_is_served_no_more(daemon: Daemon,
         worker.client.attach_packs(session, [pack])
     worker.commit(session, 1)
     read_chain(worker, [1])
-
-
-DOOMED = """
-import sys, time
-from kvstore_service.client import StoreClient
-from tests.service.world import LAYOUT, TestWorker, reservation
-client = StoreClient.connect(sys.argv[1], sys.argv[2], "doomed", timeout_s=10.0)
-worker = TestWorker(client)
-session = client.open_session(LAYOUT, 4096)
-pack = worker.commit(session, 7)
-client.attach_packs(session, [pack])
-client.bind_slot(session, 0, [pack], worker.windows(0))
-worker.client.reserve_pack(session, [reservation(8)])
-print("up", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_killed_worker_gives_everything_back_within_two_seconds(daemon: Daemon) -> None:
-    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
-        admin.get_status()
-        before = daemon.open_descriptors()
-        doomed = subprocess.Popen(
-            [sys.executable, "-c", DOOMED, daemon.socket, daemon.broker], stdout=subprocess.PIPE, text=True
-        )
-        assert doomed.stdout is not None
-        assert doomed.stdout.readline() == "up\n"
-        held = admin.get_status()
-        assert (held.workers, held.sessions, held.counters["bound_slots"]) == (1, 1, 1)
-        os.kill(doomed.pid, signal.SIGKILL)
-        doomed.wait(10)
-        doomed.stdout.close()
-        deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline:
-            status = admin.get_status()
-            if (status.workers, status.sessions) == (0, 0):
-                break
-            time.sleep(0.02)
-        assert (status.workers, status.sessions, status.counters["bound_slots"]) == (0, 0, 0)
-        assert status.counters["rings"] == status.counters["uploads_open"] == 0
-        # The pack that was bound stays open for its frames.
-        idle = status.counters["packs_open"]
-        while daemon.open_descriptors() > before + idle and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert daemon.open_descriptors() <= before + idle
-        assert len(list((daemon.data_dir / "packs").iterdir())) == 1
 
 
 def test_faults_can_be_injected_into_a_real_daemon(tmp_path: Path) -> None:

@@ -34,10 +34,11 @@ SEGMENT_BYTES = TOKENS * (RECORD_BYTES + 2)
 STAGING_BYTES = LAYERS * LANES * SEGMENT_BYTES
 GEOMETRY = RingGeometry(tickets=8, runs_max=8, pairs_max=1024)
 WAIT_US = 10_000_000
+NO_PAIRS = np.empty((0, 2), np.uint32)
 
 
 def digest(number: int) -> bytes:
-    return bytes([number]) * 32
+    return number.to_bytes(4, "little") * 8
 
 
 def reservation(number: int, index: int = 0, parent: bytes = b"") -> PackReservation:
@@ -62,11 +63,12 @@ def order_of(number: int, layer: int, lane: int) -> NDArray[np.uint16]:
 
 @dataclass
 class TestWorker:
-    """A registered client with its memory mapped."""
+    """A registered client with its memory mapped; it waits for a ticket at most `wait_us`."""
 
     __test__ = False
 
     client: StoreClient
+    wait_us: int = WAIT_US
     memory: WorkerMemory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,20 +85,23 @@ class TestWorker:
         self.bulk.close()
         self.memory.close()
 
+    def fill(self, upload_id: int, number: int, layer: int) -> NDArray[np.void]:
+        """Stages a layer of pack `number` and returns the runs of its STORE ticket."""
+        runs = np.zeros(LANES, _native.RUN_DTYPE)
+        for lane in range(LANES):
+            offset = (layer * LANES + lane) * SEGMENT_BYTES
+            order = order_of(number, layer, lane)
+            segment = self.staging[offset : offset + SEGMENT_BYTES]
+            segment[: TOKENS * RECORD_BYTES] = records_of(number, layer, lane)[order].reshape(-1)
+            segment[TOKENS * RECORD_BYTES :] = order.view(np.uint8)
+            runs[lane]["slot"], runs[lane]["lane"], runs[lane]["arg"] = upload_id, lane, offset
+        return runs
+
     def store(self, upload_id: int, number: int, layers: range = range(LAYERS)) -> None:
         """Fills an upload with pack `number` and waits for the acknowledgement."""
         for layer in layers:
-            runs = np.zeros(LANES, _native.RUN_DTYPE)
-            for lane in range(LANES):
-                offset = (layer * LANES + lane) * SEGMENT_BYTES
-                order = order_of(number, layer, lane)
-                segment = self.staging[offset : offset + SEGMENT_BYTES]
-                segment[: TOKENS * RECORD_BYTES] = records_of(number, layer, lane)[order].reshape(-1)
-                segment[TOKENS * RECORD_BYTES :] = order.view(np.uint8)
-                runs[lane]["slot"], runs[lane]["lane"], runs[lane]["arg"] = upload_id, lane, offset
-            no_pairs = np.empty((0, 2), np.uint32)
-            seq = self.bulk.post(_native.OP_STORE, 0, layer, runs, no_pairs)
-            statuses = self.bulk.wait(seq, WAIT_US)
+            seq = self.bulk.post(_native.OP_STORE, 0, layer, self.fill(upload_id, number, layer), NO_PAIRS)
+            statuses = self.bulk.wait(seq, self.wait_us)
             self.settle(statuses)
 
     def settle(self, statuses: NDArray[np.uint32]) -> None:
@@ -122,20 +127,28 @@ class TestWorker:
         windows = np.stack([first * np.uint64(LANE_BYTES), np.full_like(first, PLACES)], axis=1)
         return windows.reshape(LAYERS, LANES, 2)
 
+    def post_gather(self, layer: int, runs: NDArray[np.void], records: NDArray[np.uint32]) -> int:
+        """Posts the runs of `gather_runs` for these records, sorted; returns the ticket."""
+        pairs = np.stack([records, np.arange(len(records), dtype=np.uint32)], axis=1)
+        return self.decode.post(_native.OP_GATHER, 0, layer, runs, np.tile(pairs, (LANES, 1)))
+
     def gather(self, slot: int, epoch: int, records: NDArray[np.uint32]) -> NDArray[np.uint8]:
         """Fetches records to places 0, 1, ... in every layer and lane: uint8[LAYERS, LANES, n, RECORD_BYTES]."""
         records = np.sort(records).astype(np.uint32)
-        pairs = np.stack([records, np.arange(len(records), dtype=np.uint32)], axis=1)
         for layer in range(LAYERS):
-            runs = np.zeros(LANES, _native.RUN_DTYPE)
-            runs["slot"], runs["slot_epoch"], runs["generation"] = slot, epoch, 1
-            runs["first_pair"] = np.arange(LANES) * len(pairs)
-            runs["pair_count"], runs["lane"] = len(pairs), np.arange(LANES)
-            seq = self.decode.post(_native.OP_GATHER, 0, layer, runs, np.tile(pairs, (LANES, 1)))
-            statuses = self.decode.wait(seq, WAIT_US)
+            seq = self.post_gather(layer, gather_runs(slot, epoch, len(records)), records)
+            statuses = self.decode.wait(seq, self.wait_us)
             self.settle(statuses)
         lanes = self.window.reshape(SLOTS, LAYERS, LANES, PLACES, RECORD_BYTES)
         return lanes[slot, :, :, : len(records)].copy()
+
+
+def gather_runs(slot: int, epoch: int, count: int) -> NDArray[np.void]:
+    """A run of `count` pairs per lane."""
+    runs = np.zeros(LANES, _native.RUN_DTYPE)
+    runs["slot"], runs["slot_epoch"], runs["generation"] = slot, epoch, 1
+    runs["first_pair"], runs["pair_count"], runs["lane"] = np.arange(LANES) * count, count, np.arange(LANES)
+    return runs
 
 
 def expected(numbers: list[int], records: NDArray[np.uint32]) -> NDArray[np.uint8]:

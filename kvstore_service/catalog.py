@@ -67,6 +67,8 @@ class Catalog:
         self._directory_lock = _hold(data_dir)
         try:
             self._db = sqlite3.connect(data_dir / "catalog.sqlite", isolation_level=None, check_same_thread=False)
+            # One process at a time: without shared memory beside it, a full disk cannot kill the process (SIGBUS).
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("PRAGMA foreign_keys=ON")

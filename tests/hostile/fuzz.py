@@ -1,0 +1,108 @@
+"""Fuzzes the decoder of ring requests with libFuzzer: python -m tests.hostile.fuzz --executions 10000000
+
+Starts from tests/hostile/corpus and from what earlier runs on this machine found, and adds what it did to the key `fuzz`
+of bench/results/reliability.json. `--minimise` then renews the corpus with the smallest set that covers as much.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "fuzz"
+CORPUS = Path(__file__).parent / "corpus"
+RESULTS = ROOT / "bench" / "results" / "reliability.json"
+INPUT_BYTES_MAX = 1024
+LIBFUZZER = (f"-max_len={INPUT_BYTES_MAX}", "-detect_leaks=0", "-print_final_stats=1", "-timeout=20")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--executions", type=int, default=10_000_000)
+    parser.add_argument("--seconds", type=int, default=0, help="stop after this time; 0: no limit")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--minimise", action="store_true", help="renew the committed corpus")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    compiler = next(filter(None, map(shutil.which, ("clang++-14", "clang++"))), None)
+    if compiler is None:
+        print("fuzz: clang with libFuzzer is needed; apt-get install clang-14 libclang-rt-14-dev", file=sys.stderr)
+        return 1
+    target = build(compiler)
+    found = BUILD / "corpus"
+    found.mkdir(exist_ok=True)
+    started_s = time.monotonic()
+    command = [target, *LIBFUZZER, f"-runs={options.executions}", f"-max_total_time={options.seconds}"]
+    done = subprocess.run(
+        [*command, f"-seed={options.seed}", found, CORPUS], cwd=BUILD, stderr=subprocess.PIPE, text=True, check=False
+    )
+    count = re.search(r"stat::number_of_executed_units:\s*(\d+)", done.stderr)
+    run = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "executions": int(count[1]) if count else 0,
+        "seconds": round(time.monotonic() - started_s, 1),
+        "seed": options.seed,
+    }
+    record(options.results, run, crashed=done.returncode != 0)
+    if done.returncode != 0:
+        print(done.stderr[-4000:], file=sys.stderr)
+        print(f"fuzz: an input failed after {run['executions']} executions, see {BUILD}", file=sys.stderr)
+        return 1
+    if options.minimise:
+        minimise(target, found)
+    print(f"fuzz: {run['executions']} executions in {run['seconds']} s, seed {options.seed}, no input failed")
+    return 0
+
+
+def build(compiler: str) -> Path:
+    """The target, with libFuzzer, ASan and UBSan."""
+    configure = (
+        "cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", "-DHEADGATE_WORKER=OFF", "-DHEADGATE_FUZZ=ON",
+        "-DHEADGATE_SANITIZE=address", f"-DCMAKE_CXX_COMPILER={compiler}", f"-DPython_EXECUTABLE={sys.executable}",
+    )  # fmt: skip
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    for command in (configure, ("cmake", "--build", BUILD, "--target", "fuzz_requests")):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    return BUILD / "fuzz_requests"
+
+
+def minimise(target: Path, found: Path) -> None:
+    """The smallest inputs that cover what all of `found` and the committed corpus cover."""
+    fresh = BUILD / "minimised"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    subprocess.run([target, *LIBFUZZER, "-merge=1", fresh, CORPUS, found], cwd=BUILD, check=True, capture_output=True)
+    for path in CORPUS.iterdir():
+        path.unlink()
+    for path in fresh.iterdir():
+        shutil.copyfile(path, CORPUS / path.name)
+
+
+def commit() -> str:
+    described = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return subprocess.run(described, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def record(path: Path, run: dict[str, object], crashed: bool) -> None:
+    """Adds a run to `fuzz`; other keys stay as they are, and a reader sees the old file or the new one."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    fuzz = results.setdefault("fuzz", {"executions": 0, "crashes": 0, "runs": []})
+    fuzz["executions"] += run["executions"]
+    fuzz["crashes"] += crashed
+    fuzz["runs"].append(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(results, indent=2) + "\n")
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,13 +1,12 @@
 """Fuzzes the decoder of ring requests with libFuzzer: python -m tests.hostile.fuzz --executions 10000000
 
-Starts from tests/hostile/corpus and from what earlier runs on this machine found, and adds what it did to the key `fuzz`
-of bench/results/reliability.json. `--minimise` then renews the corpus with the smallest set that covers as much.
+Starts from tests/hostile/corpus and from what earlier runs on this machine found, and adds what it did to the key
+`fuzz` of bench/results/reliability.json. `--minimise` then renews the corpus with the smallest set that covers as much.
 """
 
 import argparse
 import datetime
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,7 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.hostile import sanitized
+from tests.hostile.sanitized import ROOT
+
 BUILD = ROOT / "build" / "fuzz"
 CORPUS = Path(__file__).parent / "corpus"
 RESULTS = ROOT / "bench" / "results" / "reliability.json"
@@ -35,7 +36,8 @@ def main() -> int:
     if compiler is None:
         print("fuzz: clang with libFuzzer is needed; apt-get install clang-14 libclang-rt-14-dev", file=sys.stderr)
         return 1
-    target = build(compiler)
+    sanitized.build(BUILD, "address", "fuzz_requests", compiler=compiler)
+    target = BUILD / "fuzz_requests"
     found = BUILD / "corpus"
     found.mkdir(exist_ok=True)
     started_s = time.monotonic()
@@ -60,18 +62,6 @@ def main() -> int:
         minimise(target, found)
     print(f"fuzz: {run['executions']} executions in {run['seconds']} s, seed {options.seed}, no input failed")
     return 0
-
-
-def build(compiler: str) -> Path:
-    """The target, with libFuzzer, ASan and UBSan."""
-    configure = (
-        "cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", "-DHEADGATE_WORKER=OFF", "-DHEADGATE_FUZZ=ON",
-        "-DHEADGATE_SANITIZE=address", f"-DCMAKE_CXX_COMPILER={compiler}", f"-DPython_EXECUTABLE={sys.executable}",
-    )  # fmt: skip
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    for command in (configure, ("cmake", "--build", BUILD, "--target", "fuzz_requests")):
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
-    return BUILD / "fuzz_requests"
 
 
 def minimise(target: Path, found: Path) -> None:

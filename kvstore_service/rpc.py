@@ -30,6 +30,7 @@ REPLIES_MAX = 256  # per worker
 MESSAGE_BYTES_MAX = 4 << 20
 ITEMS_MAX = 16384  # of a repeated message
 IDEMPOTENCY_KEY_MAX = 128
+ERROR_LETTERS_MAX = 1000
 _OPEN = "/grpc.health.v1."
 _WORKERS = "/kvstore.v1.StoreService/"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -192,9 +193,13 @@ def _answered(method: str, context: grpc.ServicerContext, act: Callable[[], _T])
         failure = StoreError("RESOURCE_EXHAUSTED" if error.errno in _FULL else "INTERNAL", str(error))
         level = logging.ERROR
     except Exception as error:
+        if not context.is_active():
+            raise  # the peer has left, and nobody waits for a status
         log.exception("call failed request=%s method=%s", request_id, method)
         failure = StoreError("INTERNAL", f"{type(error).__name__}: {error}")
         level = logging.ERROR
+    if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
+        failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
     log.log(
         level, "refused request=%s method=%s code=%s took_ms=%.1f message=%r",
         request_id, method, failure.code, (time.monotonic() - started_s) * 1e3, failure.message,

@@ -38,6 +38,7 @@ def main() -> int:
         return 1
     sanitized.build(BUILD, "address", "fuzz_requests", compiler=compiler)
     target = BUILD / "fuzz_requests"
+    built_from = commit()
     found = BUILD / "corpus"
     found.mkdir(exist_ok=True)
     started_s = time.monotonic()
@@ -48,7 +49,7 @@ def main() -> int:
     count = re.search(r"stat::number_of_executed_units:\s*(\d+)", done.stderr)
     run = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": built_from,
         "executions": int(count[1]) if count else 0,
         "seconds": round(time.monotonic() - started_s, 1),
         "seed": options.seed,
@@ -69,9 +70,10 @@ def minimise(target: Path, found: Path) -> None:
     fresh = BUILD / "minimised"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
-    subprocess.run([target, *LIBFUZZER, "-merge=1", fresh, CORPUS, found], cwd=BUILD, check=True, capture_output=True)
+    subprocess.run([target, *LIBFUZZER, "-set_cover_merge=1", fresh, CORPUS, found], cwd=BUILD, check=True, capture_output=True)
     for path in CORPUS.iterdir():
-        path.unlink()
+        if re.fullmatch("[0-9a-f]{40}", path.name):  # libFuzzer's name; what has one of its own is kept
+            path.unlink()
     for path in fresh.iterdir():
         shutil.copyfile(path, CORPUS / path.name)
 

@@ -70,7 +70,8 @@ def minimise(target: Path, found: Path) -> None:
     fresh = BUILD / "minimised"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
-    subprocess.run([target, *LIBFUZZER, "-set_cover_merge=1", fresh, CORPUS, found], cwd=BUILD, check=True, capture_output=True)
+    command = [target, *LIBFUZZER, "-set_cover_merge=1", fresh, CORPUS, found]
+    subprocess.run(command, cwd=BUILD, check=True, capture_output=True)
     for path in CORPUS.iterdir():
         if re.fullmatch("[0-9a-f]{40}", path.name):  # libFuzzer's name; what has one of its own is kept
             path.unlink()

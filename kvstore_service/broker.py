@@ -9,9 +9,11 @@ The kernel's word for the peer's user id is checked before a byte is read. A con
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -24,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore_service import memory
+from kvstore_service import directories, memory
 from kvstore_service.sessions import Worker
 from kvstore_service.types import StoreError
 
@@ -35,6 +37,7 @@ TRANSFERS_MAX = 64  # per connection
 HELLO_S = 3.0
 TRANSFER_S = 60.0
 _TICK_S = 0.5
+_CROWDED_NAP_S = 0.05  # the listener stays readable while there is no descriptor for a peer
 _RELEASE_THREADS = 4
 
 log = logging.getLogger("kvstored.broker")
@@ -159,7 +162,14 @@ class Broker:
 
     def _accept(self, strangers: dict[socket.socket, _Connection]) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            peer, _ = self._listener.accept()
+            try:
+                peer, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                log.warning("no peer can be let in: %s", error)
+                time.sleep(_CROWDED_NAP_S)
+                return
             peer.setblocking(False)
             pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             refusal = self._refusal(uid)
@@ -204,6 +214,10 @@ class Broker:
             answer, outgoing = self._obey(connection, _parse(text), fds)
         except StoreError as error:
             answer, outgoing = {"error": error.message, "code": error.code}, []
+        except Exception:
+            # Whatever a peer found, it ends this peer alone.
+            log.exception("peer dropped uid=%d pid=%d", connection.uid, connection.pid)
+            return False
         finally:
             _close(fds)
         try:
@@ -222,7 +236,10 @@ class Broker:
         if connection.worker is None:
             if verb != "hello" or fds:
                 raise StoreError("UNAUTHENTICATED", "say hello first")
-            return self._hello(connection, str(message.get("name", ""))[:64]), []
+            # Names stand in logs and in answers to operators.
+            return self._hello(
+                connection, re.sub(r"[^\w.:@-]", "?", str(message.get("name", ""))[:64], flags=re.ASCII)
+            ), []
         if verb == "take":
             return self._take(connection, str(message.get("transfer", "")))
         if verb == "offer":
@@ -287,6 +304,7 @@ def claim_path(path: Path) -> None:
 
     FAILED_PRECONDITION if a daemon listens there, or if it is another kind of file."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directories.require_own(path.parent)
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise StoreError("FAILED_PRECONDITION", f"{path} exists and is no socket; remove it or use another path")
@@ -321,7 +339,7 @@ def _put(connection: _Connection, fds: list[int], inbound: bool) -> str:
 def _parse(text: bytes) -> dict[str, object]:
     try:
         message = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
         raise StoreError("INVALID_ARGUMENT", "a message is one JSON object")

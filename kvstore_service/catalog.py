@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore_service import directories
 from kvstore_service.logs import event
 from kvstore_service.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
@@ -63,6 +64,9 @@ class Catalog:
         self.sidecars_dir = data_dir / "sidecars"
         for directory in (data_dir, self.packs_dir, self.sidecars_dir):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directories.require_own(directory)
+        for name in ("lock", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
+            directories.require_no_link(data_dir / name)
         self._lock = threading.Lock()
         self._directory_lock = _hold(data_dir)
         try:
@@ -303,7 +307,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _hold(data_dir: Path) -> int:
-    fd = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore_service import _native
+from kvstore_service import _native, types
 from kvstore_service._native import DataPlane, PackSpec, RingGeometry
 from kvstore_service.types import Layout, StoreError
 
-__all__ = ["DataPlane", "PackSpec", "RingGeometry", "errors", "pack_spec"]
+__all__ = ["DataPlane", "PackSpec", "RingGeometry", "errors", "pack_spec", "ring_geometry"]
 
 
 @contextmanager
@@ -22,3 +22,9 @@ def pack_spec(pack_id: bytes, build: bytes, parent: bytes, layout: Layout, token
     kinds = [_native.KindSpec(kind.lanes, kind.d, kind.dtype, kind.record_bytes) for kind in layout.kinds]
     with errors():
         return PackSpec(pack_id, build, parent, layout.fingerprint, layout.layers, kinds, tokens, extent_blocks)
+
+
+def ring_geometry(ring: types.RingGeometry) -> RingGeometry:
+    """INVALID_ARGUMENT for a ring that cannot be."""
+    with errors():
+        return RingGeometry(ring.tickets, ring.runs_max, ring.pairs_max)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -27,8 +27,12 @@ TOKEN_ENTRY = "kvstore-token"
 REQUEST_ID_ENTRY = "kvstore-request-id"
 DEADLINE_S_MAX = 24 * 3600.0
 REPLIES_MAX = 256  # per worker
-_OPEN = ("/grpc.health.v1.", "/grpc.reflection.")
-_ADMIN = "/kvstore.v1.AdminService/"
+MESSAGE_BYTES_MAX = 4 << 20
+ITEMS_MAX = 16384  # of a repeated message
+IDEMPOTENCY_KEY_MAX = 128
+ERROR_LETTERS_MAX = 1000
+_OPEN = "/grpc.health.v1."
+_WORKERS = "/kvstore.v1.StoreService/"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _T = TypeVar("_T")
 
@@ -88,7 +92,8 @@ def _repeat(first: tuple[bytes, Future[Message]], digest: bytes, timeout_s: floa
 
 
 class Gate(grpc.ServerInterceptor):
-    """Stands before every method of every service; health and reflection pass freely."""
+    """Stands before every method but health's. Who calls is settled before the request is decoded: of a refused call
+    nothing but its metadata is read."""
 
     def __init__(self, sessions: Sessions, replies: Replies) -> None:
         self._sessions = sessions
@@ -96,22 +101,29 @@ class Gate(grpc.ServerInterceptor):
 
     def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
         handler = continuation(details)
-        method: str = details.method
-        if handler is None or method.startswith(_OPEN):
+        if handler is None or details.method.startswith(_OPEN):
             return handler
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(
-                self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
-            )
-        behaviour = handler.unary_stream or handler.stream_stream
-        wrap = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.stream_stream_rpc_method_handler
-        return wrap(self._stream(method, behaviour), handler.request_deserializer, handler.response_serializer)
+        kind = "_".join(
+            "stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)
+        )
+        wrap = self._stream if handler.response_streaming else self._unary
+        guarded = wrap(details.method, getattr(handler, kind), _decoder(handler))
+        # Without a deserialiser gRPC hands the bytes on as they came.
+        return getattr(grpc, f"{kind}_rpc_method_handler")(guarded, None, handler.response_serializer)
 
-    def _unary(self, method: str, behaviour: Callable[..., Message]) -> Callable[..., Message]:
-        def call(request: Any, context: grpc.ServicerContext) -> Message:
+    def _unary(
+        self, method: str, behaviour: Callable[..., Message], decode: Callable[[Any], Any]
+    ) -> Callable[..., Message]:
+        def call(received: Any, context: grpc.ServicerContext) -> Message:
             def act() -> Message:
                 token = self._check(method, context)
-                if getattr(request, "idempotency_key", ""):
+                request = decode(received)
+                key = getattr(request, "idempotency_key", "")
+                if len(key) > IDEMPOTENCY_KEY_MAX:
+                    raise StoreError(
+                        "INVALID_ARGUMENT", f"an idempotency key has at most {IDEMPOTENCY_KEY_MAX} letters"
+                    )
+                if key:
                     timeout_s = min(context.time_remaining(), DEADLINE_S_MAX)
                     return self._replies.once(token, method, request, lambda: behaviour(request, context), timeout_s)
                 return behaviour(request, context)
@@ -120,10 +132,15 @@ class Gate(grpc.ServerInterceptor):
 
         return call
 
-    def _stream(self, method: str, behaviour: Callable[..., Iterator[Message]]) -> Callable[..., Iterator[Message]]:
-        def call(request: Any, context: grpc.ServicerContext) -> Iterator[Message]:
-            _answered(method, context, lambda: self._check(method, context))
-            responses = iter(behaviour(request, context))
+    def _stream(
+        self, method: str, behaviour: Callable[..., Iterator[Message]], decode: Callable[[Any], Any]
+    ) -> Callable[..., Iterator[Message]]:
+        def call(received: Any, context: grpc.ServicerContext) -> Iterator[Message]:
+            def begin() -> Iterator[Message]:
+                self._check(method, context)
+                return iter(behaviour(decode(received), context))
+
+            responses = _answered(method, context, begin)
             while True:
                 response = _answered(method, context, lambda: next(responses, None))
                 if response is None:
@@ -138,10 +155,26 @@ class Gate(grpc.ServerInterceptor):
             raise StoreError("INVALID_ARGUMENT", "a deadline is mandatory; give one of at most a day")
         if not context.peer().startswith("unix"):
             # Beyond the machine the peer is known by its certificate, and descriptors cannot reach it.
-            if method.startswith(_ADMIN):
-                return f"tls {context.peer()}"
-            raise StoreError("PERMISSION_DENIED", "only AdminService is served over TCP")
+            if method.startswith(_WORKERS):
+                raise StoreError("PERMISSION_DENIED", "StoreService is not served over TCP")
+            return f"tls {context.peer()}"
         return caller(context, self._sessions).token
+
+
+def _decoder(handler: grpc.RpcMethodHandler) -> Callable[[Any], Any]:
+    """From what came over the wire to what the handler takes: one request, or an iterator of them. INVALID_ARGUMENT."""
+
+    def decode(received: bytes) -> Message:
+        try:
+            request: Message = handler.request_deserializer(received)
+        except DecodeError as error:
+            raise StoreError("INVALID_ARGUMENT", f"the request cannot be decoded: {error}") from None
+        for field, items in request.ListFields():
+            if field.message_type is not None and not isinstance(items, Message) and len(items) > ITEMS_MAX:
+                raise StoreError("INVALID_ARGUMENT", f"{len(items)} {field.name}; at most {ITEMS_MAX}")
+        return request
+
+    return (lambda many: map(decode, many)) if handler.request_streaming else decode
 
 
 def _answered(method: str, context: grpc.ServicerContext, act: Callable[[], _T]) -> _T:
@@ -161,9 +194,13 @@ def _answered(method: str, context: grpc.ServicerContext, act: Callable[[], _T])
         failure = StoreError("RESOURCE_EXHAUSTED" if error.errno in _FULL else "INTERNAL", str(error))
         level = logging.ERROR
     except Exception as error:
+        if not context.is_active():
+            raise  # the peer has left, and nobody waits for a status
         log.exception("call failed request=%s method=%s", request_id, method)
         failure = StoreError("INTERNAL", f"{type(error).__name__}: {error}")
         level = logging.ERROR
+    if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
+        failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
     log.log(
         level, "refused request=%s method=%s code=%s took_ms=%.1f message=%r",
         request_id, method, failure.code, (time.monotonic() - started_s) * 1e3, failure.message,

@@ -27,7 +27,7 @@ from kvstore_service.broker import Broker, claim_path, socket_mode
 from kvstore_service.catalog import Catalog
 from kvstore_service.config import Config, ConfigError, load, to_yaml
 from kvstore_service.metrics import MetricsServer
-from kvstore_service.rpc import Gate, Replies
+from kvstore_service.rpc import MESSAGE_BYTES_MAX, Gate, Replies
 from kvstore_service.services import AdminService, StoreService
 from kvstore_service.sessions import Worker
 from kvstore_service.store import WORKERS_MAX, Store
@@ -72,7 +72,7 @@ class Daemon:
             self._threads,
             interceptors=[Gate(self.store.sessions, self._replies)],
             maximum_concurrent_rpcs=RPC_THREADS_MAX,
-            options=[("grpc.so_reuseport", 0)],
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
         )
         store_service = StoreService(self.store, self._broker, self.config)
         admin_service = AdminService(self.store, self.config, os.getpid())

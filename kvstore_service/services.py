@@ -1,6 +1,7 @@
 """StoreService and AdminService: messages in, one method of the store each, messages out."""
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from kvstore_service.broker import Broker
 from kvstore_service.config import Config
 from kvstore_service.rpc import caller
 from kvstore_service.sessions import Session, Worker
+from kvstore_service.sidecars import SIDECAR_BYTES_MAX
 from kvstore_service.store import DescribedPack, EvictedPack, Store
 from kvstore_service.types import CommittedPack, ReservedPack, StoreError
 
@@ -107,10 +109,16 @@ class StoreService(pb_grpc.StoreServiceServicer):
     def PutSidecar(self, request: pb.PutSidecarRequest, context: grpc.ServicerContext) -> pb.PutSidecarResponse:
         worker = self._caller(context)
         with memory.Owned(self._broker.receive(worker.token, request.transfer)) as offered:
-            content = memory.read(offered.fd)
-        if len(content) != request.size:
-            raise StoreError("INVALID_ARGUMENT", f"size {request.size}; the descriptor holds {len(content)} B")
-        self._store.put_sidecar(worker, wire.sidecar_key_of(request.key), content)
+            # Judged before it is read: what costs its owner nothing may be larger than this machine's memory.
+            size_bytes = os.fstat(offered.fd).st_size
+            if size_bytes != request.size or size_bytes > SIDECAR_BYTES_MAX:
+                raise StoreError(
+                    "INVALID_ARGUMENT",
+                    f"size {request.size}; it is what the descriptor has, {size_bytes} B, at most {SIDECAR_BYTES_MAX}",
+                )
+            with worker.lock:
+                content = memory.read(offered.fd)
+                self._store.put_sidecar(worker, wire.sidecar_key_of(request.key), content)
         return pb.PutSidecarResponse()
 
     def GetSidecar(self, request: pb.GetSidecarRequest, context: grpc.ServicerContext) -> pb.GetSidecarResponse:

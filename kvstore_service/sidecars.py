@@ -3,6 +3,7 @@
 magic[8] | SHA-256 of the key | u64 content bytes | content | u32 CRC-32 of everything before
 """
 
+import errno
 import hashlib
 import os
 import secrets
@@ -58,9 +59,14 @@ def read(catalog: Catalog, key: SidecarKey) -> bytes:
     if row is None:
         raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
     try:
-        blob = (catalog.sidecars_dir / row.file).read_bytes()
+        with open(os.open(catalog.sidecars_dir / row.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+            blob = file.read()
     except FileNotFoundError:
         blob = b""
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise StoreError("DATA_LOSS", f"sidecar {row.file} is a symbolic link") from None
     if len(blob) != row.file_bytes or len(blob) < file_bytes(0):
         raise StoreError("DATA_LOSS", f"sidecar {row.file} has {len(blob)} B, not {row.file_bytes}")
     magic, digest, content_bytes = _HEAD.unpack_from(blob)

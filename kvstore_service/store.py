@@ -151,7 +151,7 @@ class Store:
             return Registered(worker.native_id, descriptors)
 
     def _add_ring(self, native_id: int, geometry: RingGeometry) -> list[int]:
-        shape = native.RingGeometry(geometry.tickets, geometry.runs_max, geometry.pairs_max)
+        shape = native.ring_geometry(geometry)
         requests = memory.create("kvstore-requests", shape.requests_bytes)
         try:
             completions = memory.create("kvstore-completions", shape.completions_bytes)
@@ -558,5 +558,9 @@ def _check_memory(slots: int, window_bytes: int, staging_bytes: int, rings: Sequ
             "INVALID_ARGUMENT", f"a worker has slots, window and staging bytes, and 1 to {RINGS_MAX} rings"
         )
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if window_bytes + staging_bytes > machine_bytes:
-        raise StoreError("RESOURCE_EXHAUSTED", f"window and staging exceed the machine's {machine_bytes} B of memory")
+    shapes = [native.ring_geometry(ring) for ring in rings]
+    ring_bytes = sum(shape.requests_bytes + shape.completions_bytes for shape in shapes)
+    if window_bytes + staging_bytes + ring_bytes > machine_bytes:
+        raise StoreError(
+            "RESOURCE_EXHAUSTED", f"window, staging and rings exceed the machine's {machine_bytes} B of memory"
+        )

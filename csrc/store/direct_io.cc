@@ -36,8 +36,9 @@ BlockBuffer::BlockBuffer(uint64_t bytes)
 }
 
 Fd open_direct(Site site, const std::string& path, int flags) {
-  Fd fd(disk::open(site, path.c_str(), flags | O_DIRECT | O_CLOEXEC, 0600));
+  Fd fd(disk::open(site, path.c_str(), flags | O_DIRECT | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (fd.get() >= 0) return fd;
+  if (errno == ELOOP) throw data_loss(path + " is a symbolic link");
   if (errno == EINVAL)
     throw failed_precondition(path + ": this file system has no O_DIRECT; set data_dir to a directory on ext4 or xfs");
   throw system_error(path, errno);

@@ -29,7 +29,7 @@ RingConsumer::RingConsumer(int requests_fd, int completions_fd, RingGeometry geo
 
 void RingConsumer::format() {
   std::memset(requests_.data(), 0, sizeof(RequestsHeader) + layout_.g.tickets * sizeof(Ticket));
-  std::memset(completions_.data(), 0, completions_.bytes());
+  std::memset(completions_.data(), 0, sizeof(CompletionsHeader));
   RequestsHeader& r = requests();
   r.version = kRingVersion, r.geometry = layout_.g, r.epoch = id_, r.magic = kRingMagic;
   CompletionsHeader& c = completions();

@@ -27,7 +27,8 @@ struct TakenTicket {
 // Used by one copy thread only, which also owns every other ring of the same worker.
 class RingConsumer {
  public:
-  // Formats both headers. `id` names the ring in traces.
+  // Formats both headers of two fresh, zeroed memories: touching every cell would cost what the peer only declared.
+  // `id` names the ring in traces.
   RingConsumer(int requests_fd, int completions_fd, RingGeometry geometry, uint64_t id);
 
   uint64_t id() const { return id_; }

@@ -80,13 +80,18 @@ class Rig:
     window_bytes: int = 8 << 20
     staging_bytes: int = 4 << 20
     slots: int = 4
+    beside: Rig | None = None  # another worker of that rig's data plane
     geometry: store_native.RingGeometry = field(
         default_factory=lambda: store_native.RingGeometry(tickets=8, runs_max=64, pairs_max=1 << 16)
     )
 
     def __post_init__(self) -> None:
-        self.plane = store_native.DataPlane(
-            self.dram_bytes, self.io_depth, self.copy_threads, self.spin_us, self.extent_blocks
+        self.plane = (
+            self.beside.plane
+            if self.beside
+            else store_native.DataPlane(
+                self.dram_bytes, self.io_depth, self.copy_threads, self.spin_us, self.extent_blocks
+            )
         )
         self.window_fd = memfd("window", self.window_bytes)
         self.staging_fd = memfd("staging", self.staging_bytes)
@@ -103,7 +108,10 @@ class Rig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.plane.close()
+        if self.beside:
+            self.plane.remove_worker(self.worker)
+        else:
+            self.plane.close()
 
     def ring_memory(self) -> tuple[int, int]:
         g = self.geometry

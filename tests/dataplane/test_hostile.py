@@ -1,14 +1,25 @@
 """A worker may write anything into its request memory at any time: no crash, and no byte outside its lanes changes."""
 
+import contextlib
 import mmap
 import struct
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
-from rig import CANARY, ERROR, INVALID_ARGUMENT, OK, Rig, memfd, run
+from rig import CANARY, ERROR, INVALID_ARGUMENT, OK, Rig, memfd, run, spec
 
-from decode_worker._native import OP_GATHER, OP_RANGE, RUN_DTYPE, RingPoisoned
+from decode_worker._native import (
+    OP_CANCEL,
+    OP_GATHER,
+    OP_PROMOTE,
+    OP_RANGE,
+    OP_STORE,
+    RUN_DTYPE,
+    RingPoisoned,
+)
 from kvstore_service._native import NativeError, RingGeometry
 
 HEADER, TICKET, RUN, PAIR = 256, 64, 32, 8
@@ -149,6 +160,115 @@ def test_garbage_in_runs_and_pairs(directory, rng):
         assert rig.plane.stats()["runs_ok"] > 100
         assert rig.ask(OP_RANGE, 0, run(0, epoch, pair_count=200)).tolist() == [[OK, 0]]
         assert (rig.lane(0, 0, 512) == pack.records[0, 0, :200]).all()
+
+
+SCRIBBLER = """
+import mmap, sys, time
+import numpy as np
+fd, size, tickets_end, seed = map(int, sys.argv[1:])
+words = np.frombuffer(mmap.mmap(fd, size), np.uint32)
+rng = np.random.default_rng(seed)
+print("writing", flush=True)
+while True:
+    # Sequences and counts of tickets now and then, runs and pairs all the time; numbers of every magnitude.
+    first = 64 if rng.random() < 0.002 else tickets_end // 4
+    where = rng.integers(first, len(words), 512)
+    words[where] = rng.integers(0, 2**32, 512, dtype=np.uint64) >> rng.integers(0, 33, 512, dtype=np.uint64)
+    time.sleep(5e-5)  # leaves the processor to those who read
+"""
+
+
+@contextlib.contextmanager
+def scribbler(rig: Rig, seed: int):
+    """Another process that writes into the ring's requests while the daemon reads them."""
+    fd, size = rig.request_fd, rig.geometry.requests_bytes
+    numbers = [str(n) for n in (fd, size, HEADER + rig.geometry.tickets * TICKET, seed)]
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIBBLER, *numbers], pass_fds=[fd], stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout.readline() == b"writing\n"
+            yield
+        finally:
+            process.kill()
+
+
+def post_until_poisoned(hostile: Rig, epoch: int, upload: int, rng, tickets: int):
+    """Posts tickets that are nearly right; yields after each. Ends early if the ring was poisoned."""
+    requests = mmap.mmap(hostile.request_fd, hostile.geometry.requests_bytes)
+    completions = mmap.mmap(hostile.completion_fd, hostile.geometry.completions_bytes, prot=mmap.PROT_READ)
+    g = hostile.geometry
+    runs_at = HEADER + g.tickets * TICKET
+    pairs_at = runs_at + g.tickets * g.runs_max * RUN
+    for seq in range(1, tickets + 1):
+        slot = seq % g.tickets
+        op = int(rng.choice([OP_GATHER, OP_GATHER, OP_RANGE, OP_STORE, OP_PROMOTE, OP_CANCEL]))
+        runs = np.concatenate(
+            [run(upload if op == OP_STORE else 0, epoch, pair_count=64, lane=i % 2) for i in range(g.runs_max)]
+        )
+        runs["arg"] = seq - 1 if op == OP_CANCEL else 0
+        pairs = np.stack([rng.integers(0, 512, g.pairs_max), rng.integers(0, 200, g.pairs_max)], axis=1)
+        at = runs_at + slot * g.runs_max * RUN
+        requests[at : at + runs.nbytes] = runs.tobytes()
+        at = pairs_at + slot * g.pairs_max * PAIR
+        requests[at : at + g.pairs_max * PAIR] = pairs.astype(np.uint32).tobytes()
+        at = HEADER + slot * TICKET
+        requests[at + 8 : at + TICKET] = struct.pack("<IHHHHI40x", seq, seq % 2, 0, op, g.runs_max, 0)
+        deadline = time.monotonic() + 20
+        while struct.unpack_from("<Q", completions, 256)[0] < seq:  # a sequence that was overwritten is set again
+            assert time.monotonic() < deadline, "a ticket did not end"
+            requests[at : at + 8] = struct.pack("<Q", seq)
+            if poisoned(completions):
+                return
+            time.sleep(2e-5)
+        yield
+
+
+@pytest.mark.parametrize("copy_threads", [1, 2])
+def test_descriptors_that_change_while_they_are_read(directory, rng, seed, copy_threads):
+    """A worker and its accomplice against a neighbour of whom every byte is known, for thousands of tickets."""
+    geometry = RingGeometry(tickets=4, runs_max=8, pairs_max=512)
+    small = dict(window_bytes=1 << 20, geometry=geometry)
+    tickets = poisonings = 0
+    with Rig(directory, dram_bytes=1 << 20, spin_us=5000, copy_threads=copy_threads, window_bytes=1 << 20) as honest:
+        pack = honest.make_pack(rng)
+        honest_epoch = honest.bind(0, [pack], 200, gap=512)
+        wanted = honest.window.copy()
+        while tickets < 2000:
+            with Rig(directory, beside=honest, **small) as hostile:
+                epoch = hostile.bind(0, [pack], 200, gap=512)
+                upload = honest.plane.create_upload(str(directory / f"{tickets}.upload"), spec(rng, 2, 2, 512, 512))
+                honest.plane.own_upload(hostile.worker, upload)
+                with scribbler(hostile, seed + tickets):
+                    before = tickets
+                    for _ in post_until_poisoned(hostile, epoch, upload, rng, 500):
+                        tickets += 1
+                        if tickets % 8 == 0:
+                            check_neighbour(honest, honest_epoch, pack, wanted, rng)
+                    poisonings += tickets - before < 500
+                assert outside_is_untouched(hostile)
+                tickets += 1
+        check_neighbour(honest, honest_epoch, pack, wanted, rng)
+        stats = honest.plane.stats()
+        assert stats["runs"] == stats["runs_ok"] + stats["runs_error"] + stats["runs_stale"]
+        assert stats["runs_ok"] > 500
+        assert stats["runs_error"] > 500
+        assert (stats["workers"], stats["rings"], stats["bound_slots"], stats["uploads_open"]) == (1, 1, 1, 0)
+        assert not list(directory.glob("*.upload"))
+        print(f"{tickets} tickets, {poisonings} poisonings, {stats}")
+
+
+def check_neighbour(honest: Rig, epoch: int, pack, wanted, rng) -> None:
+    """Fetches records and compares the whole window, gaps included, with what must be there."""
+    layer, lane = (int(n) for n in rng.integers(0, 2, 2))
+    records = np.sort(rng.choice(512, 32, replace=False)).astype(np.uint32)
+    places = rng.choice(200, 32, replace=False).astype(np.uint32)
+    runs = run(0, epoch, pair_count=32, lane=lane)
+    assert honest.ask(OP_GATHER, layer, runs, np.stack([records, places], axis=1)).tolist() == [[OK, 0]]
+    offset = int(honest.windows[layer, lane, 0])
+    lane_of = wanted[offset : offset + 200 * 512].reshape(200, 512)
+    lane_of[places] = pack.records[layer, lane, records]
+    assert (honest.window == wanted).all()
 
 
 def test_wild_sequences_and_headers_are_ignored(directory, rng):

@@ -30,10 +30,12 @@ class Desk:
         self.path = str(path)
         self.released: list[Worker] = []
         self.left = threading.Event()
-        self.broker = Broker(path, allow_uids, Sessions(8, 8, 8).add_worker, self._release)
+        self.sessions = Sessions(8, 8, 8)
+        self.broker = Broker(path, allow_uids, self.sessions.add_worker, self._release)
         self.broker.start()
 
     def _release(self, worker: Worker) -> None:
+        self.sessions.remove_worker(worker)
         self.released.append(worker)
         self.left.set()
 

@@ -146,11 +146,19 @@ def test_health_speaks_for_each_service(channel: grpc.Channel) -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_reflection_shows_the_admin_service(channel: grpc.Channel) -> None:
-    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+def test_reflection_shows_the_admin_service_to_whoever_may_call_it(daemon: Daemon, channel: grpc.Channel) -> None:
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-    services = ProtoReflectionDescriptorDatabase(channel).get_services()
-    assert "kvstore.v1.AdminService" in services
+    def services(metadata: tuple[tuple[str, str], ...]) -> list[str]:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        (answer,) = stub.ServerReflectionInfo(asked, timeout=5, metadata=metadata)
+        return [service.name for service in answer.list_services_response.service]
+
+    assert code_of(lambda: services(())) == "UNAUTHENTICATED"
+    connection = BrokerConnection(daemon.broker, "curious", 5.0)
+    assert "kvstore.v1.AdminService" in services((("kvstore-token", connection.token),))
+    connection.close()
 
 
 def test_an_errors_request_id_is_in_the_log(daemon: Daemon, client: StoreClient) -> None:

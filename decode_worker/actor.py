@@ -5,31 +5,74 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
+import signal
+import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import ray
 
 from decode_worker.config import WorkerConfig
 from decode_worker.worker import Worker
+from kvstore_service.scratch import Scratch
 
-START_S = 120.0
+CLOSE_S = 30.0
+END_S = 5.0
 
 
 @contextlib.contextmanager
 def local_ray(cpus: int = 1) -> Iterator[None]:
-    """A Ray of one's own on this machine, on loopback, without dashboard; on exit nothing of it is left."""
+    """A Ray of one's own on this machine, on loopback, without dashboard; on exit nothing of it is left.
+
+    RuntimeError if it does not start."""
     os.environ.setdefault("RAY_EXPORT_COUNTER_AS_GAUGE", "0")
-    with tempfile.TemporaryDirectory(prefix="hg-ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        _start_ray(cpus, directory)
+    # Sockets lie deep in it, and their paths may have 107 bytes.
+    with Scratch("headgate-ray", Path("/tmp"), _end_writers) as scratch:
         try:
+            _start_ray(cpus, str(scratch.path))
             yield
         finally:
             ray.shutdown()
 
 
 def _start_ray(cpus: int, directory: str) -> None:
+    own = signal.getsignal(signal.SIGTERM)
+    try:
+        _init(cpus, directory)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(f"Ray did not start: {reason}; free its ports and memory, or give --no-ray") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, own)  # Ray put its own in place
+
+
+def _end_writers(directory: Path) -> None:
+    """Kills this user's processes that write below `directory`: Ray's agents outlive a Ray that was killed."""
+    deadline = time.monotonic() + END_S
+    while (writers := [pid for pid in _processes() if _writes_below(pid, directory)]) and time.monotonic() < deadline:
+        for pid in writers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _writes_below(pid: int, directory: Path) -> bool:
+    """False also for what may not be looked at, and for this process."""
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            writable = link.lstat().st_mode & 0o200
+            if pid != os.getpid() and writable and link.readlink().is_relative_to(directory):
+                return True
+    return False
+
+
+def _init(cpus: int, directory: str) -> None:
     ray.init(
         address="local",
         num_cpus=cpus,
@@ -45,7 +88,9 @@ def _start_ray(cpus: int, directory: str) -> None:
 
 
 class RemoteWorker:
-    """A `Worker` in a Ray actor; every public method of it can be called here and waits for the result."""
+    """A `Worker` in a Ray actor; every public method of it can be called here and waits for the result.
+
+    Errors of the worker come as they are; RuntimeError if its process died."""
 
     def __init__(self, config: WorkerConfig, call_s: float = 3600.0, **options: Any) -> None:
         """options: of the actor, such as num_gpus or scheduling_strategy."""
@@ -56,11 +101,31 @@ class RemoteWorker:
         method = getattr(self._actor, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return ray.get(method.remote(*args, **kwargs), timeout=self._call_s)
+            try:
+                return ray.get(method.remote(*args, **kwargs), timeout=self._call_s)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            except ray.exceptions.RayActorError as error:
+                if error.actor_init_failed:  # Ray gives the worker's own error as text only, in the last line
+                    raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+                raise RuntimeError(
+                    f"the decode worker died in {name} (killed, or out of memory?); `headgate demo --no-ray` runs it "
+                    "in this process"
+                ) from error
 
         return call
 
     def close(self) -> None:
         with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(self._actor.close.remote(), timeout=START_S)
+            ray.get(self._actor.close.remote(), timeout=CLOSE_S)
         ray.kill(self._actor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: object) -> None:
+        """After an error a call may still run in the actor: the daemon frees what a killed worker held."""
+        if kind is None:
+            self.close()
+        else:
+            ray.kill(self._actor)

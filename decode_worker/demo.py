@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from decode_worker.config import WorkerConfig
 from decode_worker.figures import Figure, print_json, print_table
+from decode_worker.model.checkpoint import Checkpoint
+from decode_worker.records import RecordFormat
 from decode_worker.worker import Answer, Footprint, PrefillReport, Worker
 from kvstore_service.client import AdminClient
 from kvstore_service.private import PrivateDaemon
+from kvstore_service.scratch import Scratch, disk
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = CHECKOUT / "models" / "retriever"
@@ -67,9 +69,11 @@ def run(config: WorkerConfig, tokens: int, questions: int, with_ray: bool, as_js
     console = Console(stderr=True)
     words = _task_module()
     with contextlib.ExitStack() as stack:
-        data_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headgate-demo-", dir=_disk()))
+        Checkpoint.open(config.model).config.check_context(config.context)
         dram_bytes = max(DRAM_BYTES_MIN, _kv_bytes(config, tokens) // DRAM_SHARE)
-        daemon = stack.enter_context(PrivateDaemon(data_dir, dram_bytes))
+        scratch = stack.enter_context(Scratch("headgate-data", disk()))
+        with console.status("starting a private daemon"):
+            daemon = stack.enter_context(PrivateDaemon(scratch.path, dram_bytes))
         config = WorkerConfig(**{**vars(config), "socket": daemon.socket, "broker": daemon.broker})
         worker = stack.enter_context(_worker(config, with_ray, console))
         task = _task(words, worker, config, tokens, questions)
@@ -97,37 +101,37 @@ def _worker(config: WorkerConfig, with_ray: bool, console: Console) -> Iterator[
 
             with console.status("starting a local Ray with one worker"):
                 stack.enter_context(local_ray())
-                worker: Any = RemoteWorker(config)
-                stack.callback(worker.close)
+                worker: Any = stack.enter_context(RemoteWorker(config))
                 worker.ping()
         else:
-            worker = Worker(config)
-            stack.callback(worker.close)
+            worker = stack.enter_context(contextlib.closing(Worker(config)))
         yield worker
 
 
 def _prefill(worker: Any, task: Task, console: Console) -> PrefillReport:
-    """Prefills in a thread, so that the bar can ask the worker how far it is."""
-    result: list[PrefillReport] = []
-    failure: list[BaseException] = []
+    """Prefills here, where Ctrl-C arrives, while a thread asks the worker how far it is."""
+    ended = threading.Event()
 
-    def work() -> None:
-        try:
-            result.append(worker.prefill_document(task.document))
-        except BaseException as error:
-            failure.append(error)
+    def watch() -> None:
+        with contextlib.suppress(Exception):  # a worker that fails says so to the call that it works on
+            while not ended.wait(0.25):
+                show()
 
-    thread = threading.Thread(target=work, daemon=True)
+    def show() -> None:
+        done, total = worker.progress()
+        bar.update(row, completed=done, total=total or None)
+
     with _bar(console) as bar:
         row = bar.add_task("prefill", total=None)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.25)
-            done, total = worker.progress()
-            bar.update(row, completed=done, total=total or None)
-    if failure:
-        raise failure[0]
-    return result[0]
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            report: PrefillReport = worker.prefill_document(task.document)
+        finally:
+            ended.set()
+            watcher.join(1.0)
+        show()
+    return report
 
 
 def _ask(worker: Any, task: Task, label: str, console: Console) -> Outcome:
@@ -218,9 +222,6 @@ def _task_module() -> Any:
 
 
 def _kv_bytes(config: WorkerConfig, tokens: int) -> int:
-    from decode_worker.model.checkpoint import Checkpoint
-    from decode_worker.records import RecordFormat
-
     shape = Checkpoint.open(config.model).config
     return (
         tokens
@@ -228,11 +229,6 @@ def _kv_bytes(config: WorkerConfig, tokens: int) -> int:
         * shape.kv_heads
         * RecordFormat(shape.kv_heads, shape.head_dim, config.storage).record_bytes
     )
-
-
-def _disk() -> str | None:
-    """A directory for the packs: O_DIRECT needs a real disk, and /tmp may be in memory."""
-    return "/var/tmp" if Path("/var/tmp").is_dir() else None
 
 
 def _bar(console: Console) -> Progress:

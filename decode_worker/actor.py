@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from kvstore_service.scratch import Scratch
 
 CLOSE_S = 30.0
 END_S = 5.0
+# Of the 107 bytes of a socket's path, Ray's names below its directory take the rest.
+PARENT_BYTES_MAX = 18
 
 
 @contextlib.contextmanager
@@ -28,8 +31,8 @@ def local_ray(cpus: int = 1) -> Iterator[None]:
 
     RuntimeError if it does not start."""
     os.environ.setdefault("RAY_EXPORT_COUNTER_AS_GAUGE", "0")
-    # Sockets lie deep in it, and their paths may have 107 bytes.
-    with Scratch("headgate-ray", Path("/tmp"), _end_writers) as scratch:
+    parent = tempfile.gettempdir()
+    with Scratch("headgate-ray", Path(parent if len(parent) <= PARENT_BYTES_MAX else "/tmp"), _end_writers) as scratch:
         try:
             _start_ray(cpus, str(scratch.path))
             yield

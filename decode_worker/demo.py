@@ -14,9 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from decode_worker.config import WorkerConfig
+from decode_worker.config import ConfigError, WorkerConfig
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.model.checkpoint import Checkpoint
+from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.records import RecordFormat
 from decode_worker.worker import Answer, Footprint, PrefillReport, Worker
 from kvstore_service.client import AdminClient
@@ -65,9 +66,10 @@ class Outcome:
 
 
 def run(config: WorkerConfig, tokens: int, questions: int, with_ray: bool, as_json: bool) -> None:
-    """A document of `tokens` tokens. Raises StoreError, CheckpointError, ValueError with one-line messages."""
+    """A document of `tokens` tokens. Raises ConfigError, StoreError, CheckpointError, ValueError, RuntimeError with
+    one-line messages."""
     console = Console(stderr=True)
-    words = _task_module()
+    document = _document(config, tokens, questions)
     with contextlib.ExitStack() as stack:
         Checkpoint.open(config.model).config.check_context(config.context)
         dram_bytes = max(DRAM_BYTES_MIN, _kv_bytes(config, tokens) // DRAM_SHARE)
@@ -76,7 +78,7 @@ def run(config: WorkerConfig, tokens: int, questions: int, with_ray: bool, as_js
             daemon = stack.enter_context(PrivateDaemon(scratch.path, dram_bytes))
         config = WorkerConfig(**{**vars(config), "socket": daemon.socket, "broker": daemon.broker})
         worker = stack.enter_context(_worker(config, with_ray, console))
-        task = _task(words, worker, config, tokens, questions)
+        task = _task(worker, document)
         report = _prefill(worker, task, console)
         sparse = _ask(worker, task, config.policy, console)
         speeds = _prefill_speeds(worker, task)
@@ -202,13 +204,22 @@ def _show_answers(console: Console, task: Task, outcome: Outcome) -> None:
     console.print(f"  ... {outcome.correct} of {len(outcome.texts)} right\n", highlight=False)
 
 
-def _task(words: Any, worker: Any, config: WorkerConfig, tokens: int, questions: int) -> Task:
-    built = words.build_document(words.load_words(config.model), tokens, questions, SEED, "demo")
-    document = worker.encode(built.text)
-    return Task(document, [(fact.question, fact.answer) for fact in built.facts])
+def _document(config: WorkerConfig, tokens: int, questions: int) -> Any:
+    """models.corpus.Document with a fact for every question."""
+    corpus = _corpus()
+    Tokenizer.load(config.model, Checkpoint.open(config.model).config.vocab)
+    try:
+        return corpus.build_document(corpus.load_words(config.model), tokens, questions, SEED, "demo")
+    except (ValueError, KeyError, TypeError) as error:
+        fix = "give fewer --questions, a longer --context or the shipped --model"
+        raise ConfigError(f"--questions {questions}: {error}; {fix}") from None
 
 
-def _task_module() -> Any:
+def _task(worker: Any, document: Any) -> Task:
+    return Task(worker.encode(document.text), [(fact.question, fact.answer) for fact in document.facts])
+
+
+def _corpus() -> Any:
     """models/corpus.py of the checkout, which makes documents with facts."""
     if not (CHECKOUT / "models" / "corpus.py").is_file():
         raise ValueError(

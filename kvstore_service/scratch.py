@@ -48,8 +48,9 @@ class Scratch:
 
 
 def disk() -> Path:
-    """Where packs of a private daemon may lie: /tmp is often in memory, /var/tmp is not."""
-    return Path("/var/tmp") if Path("/var/tmp").is_dir() else Path(tempfile.gettempdir())
+    """Where packs of a private daemon lie: TMPDIR if it is set, else /var/tmp, because /tmp is often in memory."""
+    own = os.environ.get("TMPDIR") or not Path("/var/tmp").is_dir()
+    return Path(tempfile.gettempdir() if own else "/var/tmp")
 
 
 def _make(prefix: str, parent: Path) -> tuple[Path, int]:

@@ -1,5 +1,6 @@
 """StoreService and AdminService: messages in, one method of the store each, messages out."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -50,8 +51,9 @@ class StoreService(pb_grpc.StoreServiceServicer):
     def Heartbeat(
         self, request: Iterator[pb.HeartbeatRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.HeartbeatResponse]:
-        for beat in request:
-            yield pb.HeartbeatResponse(sent_ns=beat.sent_ns, draining=self._store.draining.is_set())
+        with contextlib.suppress(grpc.RpcError):  # the call was cut: by the worker's death or by the daemon's end
+            for beat in request:
+                yield pb.HeartbeatResponse(sent_ns=beat.sent_ns, draining=self._store.draining.is_set())
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
         layout = wire.layout_of(request.layout)

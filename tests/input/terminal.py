@@ -121,3 +121,10 @@ def alive(before: set[psutil.Process]) -> list[psutil.Process]:
 def _left(home: Path, kept: tuple[str, ...], shared: set[str], before: set[psutil.Process]) -> list[str]:
     files = [str(path) for path in home.rglob("*") if path.relative_to(home).parts[0] not in kept]
     return [*map(str, alive(before)), *sorted(set(os.listdir("/dev/shm")) - shared), *files]
+
+
+def run(command: list[str], home: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a command without a terminal to its end."""
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(home, **variables), capture_output=True, text=True, timeout=60, check=False
+    )

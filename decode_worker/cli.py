@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(error, 2)
     except StoreError as error:
-        return _fail(error.message, 1)
+        limits = " and ".join(violation.subject for violation in error.violations)
+        return _fail(error.message + (f"; raise the daemon's {limits}, or ask for less" if limits else ""), 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails too
         return 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +99,8 @@ def _worker(config: WorkerConfig, with_ray: bool, console: Console) -> Iterator[
     """A Worker, or a RemoteWorker that stands for one."""
     with contextlib.ExitStack() as stack:
         if with_ray:
+            # Before ray is imported: a thread's late call would start another Ray after the end of this one.
+            os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
             from decode_worker.actor import RemoteWorker, local_ray
 
             with console.status("starting a local Ray with one worker"):
@@ -111,28 +113,11 @@ def _worker(config: WorkerConfig, with_ray: bool, console: Console) -> Iterator[
 
 
 def _prefill(worker: Any, task: Task, console: Console) -> PrefillReport:
-    """Prefills here, where Ctrl-C arrives, while a thread asks the worker how far it is."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        with contextlib.suppress(Exception):  # a worker that fails says so to the call that it works on
-            while not ended.wait(0.25):
-                show()
-
-    def show() -> None:
-        done, total = worker.progress()
-        bar.update(row, completed=done, total=total or None)
-
     with _bar(console) as bar:
         row = bar.add_task("prefill", total=None)
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            report: PrefillReport = worker.prefill_document(task.document)
-        finally:
-            ended.set()
-            watcher.join(1.0)
-        show()
+        report: PrefillReport = worker.prefill_document(
+            task.document, lambda done, total: bar.update(row, completed=done, total=total or None)
+        )
     return report
 
 

@@ -71,7 +71,8 @@ def _require_daemon(config: WorkerConfig) -> None:
 def _stream(worker: Worker, ids: list[int], new_tokens: int, sampling: Sampling) -> int:
     columns = (TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     count, pieces = 0, worker.text_stream()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task("prefill", total=None)
         tokens = worker.generate(
             ids, new_tokens, sampling, lambda done, total: bar.update(row, completed=done, total=total)

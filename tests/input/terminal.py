@@ -51,7 +51,8 @@ class Terminal:
         """Returns when the screen has shown `words`."""
         deadline = time.monotonic() + within_s
         while words not in self.text:
-            assert time.monotonic() < deadline and self._read(0.05), f"no {words!r} in {self.text!r}"
+            assert self._read(0.05), f"ended without {words!r}: {self.text!r}"
+            assert time.monotonic() < deadline, f"no {words!r} within {within_s} s: {self.text!r}"
 
     def press(self, keys: bytes) -> None:
         os.write(self._screen, keys)
@@ -103,8 +104,12 @@ def nothing_left(home: Path, *kept: str, within_s: float = 10.0) -> Iterator[Non
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.05)
     finally:
-        for process in alive(before):
-            process.kill()
+        for process in set(psutil.Process().children(recursive=True)) - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for orphan in set(psutil.Process().children()) - before:
+            with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+                os.waitpid(orphan.pid, 0)
         prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 

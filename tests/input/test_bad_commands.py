@@ -1,4 +1,4 @@
-"""Wrong flags, values, checkpoints and prompts of `headgate`: one line, the right status, before anything is started."""
+"""Wrong flags, values, checkpoints and prompts of `headgate`: one line and the right status."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from decode_worker import cli, cluster
 from kvstore_service.client import AdminClient
 from tests.daemon_process import Daemon
 
-from .terminal import environment, headgate, nothing_left, run
+from .terminal import headgate, nothing_left, run
 
 Refusal = Callable[..., str]
 
@@ -214,7 +214,9 @@ def test_a_directory_or_a_device_is_no_prompt(refusal: Refusal, checkpoint: Path
 def test_a_prompt_beyond_the_context_or_the_model(refusal: Refusal, checkpoint: Path, prompt: Path) -> None:
     flags = ["generate", "--private", f"--model={checkpoint}", f"--prompt-file={prompt}"]
     longer = refusal(1, *flags, "--context=610", "--new-tokens=20")
-    assert all(word in longer for word in ("600 prompt tokens", "20 new", "--context 610", "give --context 620")), longer
+    assert all(word in longer for word in ("600 prompt tokens", "20 new", "--context 610", "give --context 620")), (
+        longer
+    )
     beyond = refusal(1, *flags, "--context=4096", "--new-tokens=3500")
     assert all(word in beyond for word in ("600 prompt tokens", "covers 4096", "shorten")), beyond
     assert "--context 4096" in refusal(1, *flags, "--context=5000")

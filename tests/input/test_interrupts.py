@@ -56,18 +56,6 @@ def test_ctrl_c_while_ray_starts(home: Path, terminal: StartTerminal) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_sigterm_while_an_actor_answers(home: Path, terminal: StartTerminal) -> None:
-    with nothing_left(home):
-        demo = terminal(DEMO)
-        demo.wait_for("questions, qsac")
-        demo.process.send_signal(signal.SIGTERM)
-        demo.process.send_signal(signal.SIGTERM)
-        assert demo.end(END_S) == 143, demo.text
-        assert demo.last_line == "headgate: terminated"
-        assert_quiet(demo.text)
-
-
-@pytest.mark.timeout(120)
 def test_two_ctrl_c_end_a_generation_in_order(
     home: Path, terminal: StartTerminal, checkpoint: Path, prompt: Path
 ) -> None:

@@ -57,10 +57,11 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self._screen, keys)
 
-    def end(self, within_s: float = 30.0) -> int:
-        """The exit status."""
+    def end(self, within_s: float = 30.0, pressing: bytes = b"") -> int:
+        """The exit status; `pressing` again and again until then."""
         deadline = time.monotonic() + within_s
         while self.process.poll() is None:
+            self.press(pressing)
             self._read(0.05)
             assert time.monotonic() < deadline, f"still runs after {within_s} s: {self.text!r}"
         while self._read(0.0):
@@ -69,8 +70,8 @@ class Terminal:
 
     @property
     def last_line(self) -> str:
-        """Without what moves the cursor."""
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text).strip().splitlines()[-1].strip()
+        """Without what moves the cursor and the echo of keys."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\^C", "", self.text).strip().splitlines()[-1].strip()
 
     def close(self) -> None:
         self.process.kill()

@@ -56,16 +56,14 @@ def test_ctrl_c_while_ray_starts(home: Path, terminal: StartTerminal) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_two_ctrl_c_end_a_generation_in_order(
+def test_impatient_ctrl_c_ends_a_generation_in_order(
     home: Path, terminal: StartTerminal, checkpoint: Path, prompt: Path
 ) -> None:
     flags = ["--private", f"--model={checkpoint}", f"--prompt-file={prompt}", "--context=4096", "--new-tokens=3400"]
     with nothing_left(home):
         generation = terminal(headgate("generate", *flags))
         generation.wait_for(" w")  # the first words are out
-        generation.press(CTRL_C)
-        generation.press(CTRL_C)
-        assert generation.end(END_S) == 130, generation.text
+        assert generation.end(END_S, pressing=CTRL_C) == 130, generation.text
         assert generation.last_line == "headgate: interrupted"
         assert_quiet(generation.text)
 

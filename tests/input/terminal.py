@@ -40,6 +40,9 @@ class Terminal:
 
     def __init__(self, command: list[str], home: Path, **variables: str) -> None:
         self._screen, inside = os.openpty()
+        modes = termios.tcgetattr(inside)
+        modes[3] = modes[3] & ~termios.ECHO | termios.NOFLSH  # keys are not shown, and drop nothing that is
+        termios.tcsetattr(inside, termios.TCSANOW, modes)
         self.text = ""
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment(home, **variables), stdin=inside, stdout=inside, stderr=inside,
@@ -70,8 +73,8 @@ class Terminal:
 
     @property
     def last_line(self) -> str:
-        """Without what moves the cursor and the echo of keys."""
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\^C", "", self.text).strip().splitlines()[-1].strip()
+        """Without what moves the cursor."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text).strip().splitlines()[-1].strip()
 
     def close(self) -> None:
         self.process.kill()

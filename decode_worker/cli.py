@@ -3,53 +3,75 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
-from decode_worker.config import KEYS, ConfigError, WorkerConfig
+from decode_worker.config import DEFAULTS, KEYS, ConfigError, WorkerConfig
 from decode_worker.model.errors import CheckpointError
 from kvstore_service.client import StoreError
-from kvstore_service.settings import add_flags
+from kvstore_service.settings import Parser, add_flags, count, number
 
 DEMO_CONTEXT = 32768
 DEMO_QUESTIONS = 100
 # Questions and answers live behind the document.
 DEMO_ROOM = 512
+# What installs a package that is missing.
+EXTRAS = {"ray": "serve", "torch": "worker", "safetensors": "worker", "tokenizers": "worker"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    # SIGTERM ends like Ctrl-C: daemons, Ray and temporary directories are cleaned up on the way out.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_fail("terminated", 143)))
+    """0, 1 for a failure, 2 for wrong usage, 130 and 143 after SIGINT and SIGTERM; a failure is one line on stderr."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except ConfigError as error:
+        return _fail(error, 2)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, _end)
     try:
         arguments.run(arguments)
-    except (ConfigError, argparse.ArgumentTypeError) as error:
+    except ConfigError as error:
         return _fail(error, 2)
-    except (StoreError, CheckpointError, ValueError, OSError, RuntimeError) as error:
+    except StoreError as error:
+        limits = " and ".join(violation.subject for violation in error.violations)
+        return _fail(error.message + (f"; raise the daemon's {limits}, or ask for less" if limits else ""), 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails too
+        return 1
+    except (CheckpointError, ValueError, OSError, RuntimeError, MemoryError) as error:
         return _fail(error, 1)
+    except ImportError as error:
+        if error.name not in EXTRAS:
+            raise
+        instead = ", or give --no-ray" if error.name == "ray" else ""
+        return _fail(f"{error.name} is not installed: pip install 'headgate[{EXTRAS[error.name]}]'{instead}", 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except SystemExit:  # from _end, or from the handler that Ray sets while it starts
+        return _fail("terminated", 143)
     return 0
 
 
+def _end(received: int, _: object) -> None:
+    """Unwinds, so that daemons, Ray and temporary directories are cleaned up; nothing interrupts that."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt if received == signal.SIGINT else SystemExit
+
+
 def _fail(error: object, status: int) -> int:
-    print(f"headgate: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    print(f"headgate: {lines[-1]}", file=sys.stderr)
     return status
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; --help says the rest."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"headgate: {message}; see {self.prog} --help\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="headgate",
         description="Long-context decoding over the Headgate KV store.",
         epilog="Every flag of the worker may also stand in --config (YAML) or the environment (HEADGATE_BUDGET, ...).",
@@ -57,29 +79,47 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="a document in a private store, answered by QSAC and by full attention")
-    demo.add_argument(
-        "--questions", type=_positive, default=DEMO_QUESTIONS, help="questions to ask (default: %(default)s)"
+    demo = commands.add_parser(
+        "demo", help="a document in a private store, answered by QSAC and by full attention", allow_abbrev=False
     )
-    demo.add_argument("--context", type=_positive, default=DEMO_CONTEXT, dest="tokens", help="tokens of the document")
-    demo.add_argument("--no-ray", action="store_true", help="run the worker in this process")
+    demo.add_argument(
+        "--questions", type=_positive, default=DEMO_QUESTIONS, metavar="N",
+        help="questions to ask (from 1; default: %(default)s)",
+    )  # fmt: skip
+    demo.add_argument(
+        "--context", type=_positive, default=DEMO_CONTEXT, dest="tokens", metavar="N",
+        help="tokens of the document (a multiple of 256 from 1024 on; default: %(default)s)",
+    )  # fmt: skip
+    demo.add_argument("--no-ray", action="store_true", help="run the worker in this process (default: in a local Ray)")
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     demo.set_defaults(run=_demo)
-    add_flags(demo, [key for key in KEYS if key.name not in ("context", "socket", "broker", "name")])
+    demo_keys = [key for key in KEYS if key.name not in ("context", "socket", "broker", "name")]
+    add_flags(demo, demo_keys, DEFAULTS | {"model": "the shipped retriever"})
 
-    generate = commands.add_parser("generate", help="continue a prompt with a checkpoint of your own")
-    generate.add_argument("--prompt-file", type=Path, required=True, help="UTF-8 text")
-    generate.add_argument(
-        "--new-tokens", type=_positive, default=256, help="most tokens to generate (default: %(default)s)"
+    generate = commands.add_parser(
+        "generate", help="continue a prompt with a checkpoint of your own", allow_abbrev=False
     )
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--prompt-file", type=Path, required=True, metavar="FILE", help="UTF-8 text (required)")
+    generate.add_argument(
+        "--new-tokens", type=_positive, default=256, metavar="N",
+        help="most tokens to generate (from 1; default: %(default)s)",
+    )  # fmt: skip
+    generate.add_argument(
+        "--temperature", type=_checked(number(0, 1000)), default=0.0, metavar="X",
+        help="how freely tokens are drawn (from 0 to 1000; default: 0, greedy)",
+    )  # fmt: skip
+    generate.add_argument(
+        "--top-p", type=_checked(_share), default=1.0, metavar="X",
+        help="draw from the fewest tokens that reach this probability (above 0, to 1; default: 1, all)",
+    )  # fmt: skip
+    generate.add_argument(
+        "--top-k", type=_natural, default=0, metavar="N", help="draw from the N likeliest tokens (default: 0, all)"
+    )
     generate.add_argument(
         "--private", action="store_true", help="start a daemon of its own instead of using the node's"
     )
     generate.set_defaults(run=_generate)
-    add_flags(generate, KEYS)
+    add_flags(generate, KEYS, DEFAULTS)
     return parser
 
 
@@ -96,20 +136,40 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
+    config = WorkerConfig.resolve(arguments)
+
     from decode_worker.generate import run
     from decode_worker.model.sampling import Sampling
 
-    config = WorkerConfig.resolve(arguments)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.top_k, config.seed)
     started = time.monotonic()
-    count = run(config, arguments.prompt_file, arguments.new_tokens, sampling, private=arguments.private)
-    print(f"\n{count} tokens in {time.monotonic() - started:.1f} s", file=sys.stderr)
+    produced = run(config, arguments.prompt_file, arguments.new_tokens, sampling, private=arguments.private)
+    # Generation stops early for this one reason only.
+    ended = "" if produced == arguments.new_tokens else "; then the model ended the text (its end-of-sequence token)"
+    print(f"\n{produced} tokens in {time.monotonic() - started:.1f} s{ended}", file=sys.stderr)
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number above 0")
-    return int(text)
+def _checked(parse: Callable[[Any], Any]) -> Callable[[str], Any]:
+    """`parse` as a type of argparse, whose errors name the value and say what is accepted."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return convert
+
+
+def _share(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (share := number(0, 1)(text)) > 0:
+            return share
+    raise ValueError("write a number above 0, at most 1")
+
+
+_positive = _checked(count(1, 1 << 24))
+_natural = _checked(count(0, 1 << 24))
 
 
 if __name__ == "__main__":

@@ -6,16 +6,16 @@ a node's worker by name, `ray.get_actor("headgate-<node id>", namespace="headgat
 
 from __future__ import annotations
 
-import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from decode_worker.config import KEYS, ConfigError, WorkerConfig
+from decode_worker.config import DEFAULTS, KEYS, ConfigError, WorkerConfig
 from decode_worker.worker import Worker
-from kvstore_service.settings import add_flags
+from kvstore_service.settings import Parser, add_flags
 
 NAMESPACE = "headgate"
 START_S = 300.0
@@ -50,20 +50,32 @@ def place_workers(config: WorkerConfig) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m decode_worker.cluster", description=__doc__, allow_abbrev=False)
-    add_flags(parser, KEYS)
+    parser = Parser(prog="python -m decode_worker.cluster", description=__doc__, allow_abbrev=False)
+    add_flags(parser, KEYS, DEFAULTS)
     try:
         config = WorkerConfig.resolve(parser.parse_args(argv))
     except ConfigError as error:
-        print(f"cluster: {error}", file=sys.stderr)
-        return 2
-    ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False)
+        return _fail(error, 2)
     try:
+        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         nodes = place_workers(config)
+    except ConnectionError:
+        return _fail("no Ray cluster runs on this node; start one, see ray_cluster.yaml or `ray start --head`", 1)
+    except ray.exceptions.GetTimeoutError:
+        return _fail(f"no decode worker became ready within {START_S:.0f} s; see `ray status` for free CPUs", 1)
+    except (ray.exceptions.RayError, RuntimeError, ValueError) as error:
+        return _fail(str(error).strip().splitlines()[-1], 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
     finally:
         ray.shutdown()
     print(f"{len(nodes)} nodes have a decode worker")
     return 0
+
+
+def _fail(error: object, status: int) -> int:
+    print(f"cluster: {error}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

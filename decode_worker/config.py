@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from kvstore_service.settings import (
     default_broker,
     default_socket,
     number,
+    parsed,
     path,
     resolve,
     size,
 )
 
-__all__ = ["KEYS", "ConfigError", "WorkerConfig"]
+__all__ = ["DEFAULTS", "KEYS", "ConfigError", "WorkerConfig"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class WorkerConfig:
             value = getattr(self, key.name)
             try:
                 object.__setattr__(self, key.name, key.parse(value))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError) as error:
                 raise ConfigError(f"{key.name}={value!r}: {error}") from None
         if self.context <= self.sink + self.recent:
             raise ConfigError(f"context={self.context}: must exceed sink + recent = {self.sink + self.recent}")
@@ -79,8 +81,10 @@ class WorkerConfig:
         cls, arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ, **defaults: Any
     ) -> WorkerConfig:
         """From a YAML file (arguments.config), the environment and flags; `defaults` stand below all of them."""
-        values = resolve(KEYS, "HEADGATE_", arguments, environment, defaults)
-        return cls(**{name: value for name, (value, _) in values.items()})
+        raw = resolve(KEYS, "HEADGATE_", arguments, environment, defaults)
+        if "model" not in raw:
+            raise ConfigError("model has no value; give --model DIR or set HEADGATE_MODEL")
+        return cls(**parsed([key for key in KEYS if key.name in raw], raw))
 
 
 def _unless_profiled(parse: Callable[[Any], float]) -> Callable[[Any], float | None]:
@@ -94,10 +98,15 @@ def _budget(value: Any) -> float:
     try:
         budget = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        raise ValueError("write a fraction (0.1), a percentage (10%) or a number of tokens (2048)") from None
-    if not budget > 0 or (text.endswith("%") and budget > 1) or (budget > 1 and budget != int(budget)):
-        raise ValueError("a budget is above 0 and at most 100 %, or a whole number of tokens")
+        budget = 0.0
+    if not 0 < budget < math.inf or (text.endswith("%") and budget > 1) or (budget > 1 and budget % 1):
+        raise ValueError("write a fraction above 0 (0.1), at most 100% (10%), or a whole number of tokens (2048)")
     return budget
+
+
+def _profile(value: Any) -> str:
+    # YAML 1.1 reads a bare `off` as false.
+    return "off" if value is False else str(value)
 
 
 KEYS = (
@@ -132,7 +141,7 @@ KEYS = (
         _unless_profiled(number(0, 2)),
         "tolerance in the reuse difficulty; default: the profile's, else 0.1",
     ),
-    Key("profile", None, str, "profile of thresholds and hash: a file, auto (the model's own) or off"),
+    Key("profile", None, _profile, "profile of thresholds and hash: a file, auto (the model's own) or off"),
     Key("resident_bytes", None, size(0), "memory for resident heads beyond layer 0"),
     Key("layer0", None, choice("resident", "offloaded"), "whether layer 0 is held in full"),
     Key("context", None, count(64, 1 << 24), "declared maximum of tokens per session"),
@@ -146,4 +155,5 @@ KEYS = (
     Key("threads", None, count(1, 1024), "threads of the worker's kernels"),
     Key("seed", None, count(0, 1 << 62), "seed of sampling"),
 )
+DEFAULTS = {field.name: field.default for field in fields(WorkerConfig) if field.default is not MISSING}
 assert tuple(key.name for key in KEYS) == tuple(field.name for field in fields(WorkerConfig))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from decode_worker.config import WorkerConfig
+from decode_worker.config import ConfigError, WorkerConfig
 from decode_worker.figures import Figure, print_json, print_table
+from decode_worker.model.checkpoint import Checkpoint
+from decode_worker.model.tokenizer import Tokenizer
+from decode_worker.records import RecordFormat
 from decode_worker.worker import Answer, Footprint, PrefillReport, Worker
 from kvstore_service.client import AdminClient
 from kvstore_service.private import PrivateDaemon
+from kvstore_service.scratch import Scratch, disk
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = CHECKOUT / "models" / "retriever"
@@ -63,16 +66,19 @@ class Outcome:
 
 
 def run(config: WorkerConfig, tokens: int, questions: int, with_ray: bool, as_json: bool) -> None:
-    """A document of `tokens` tokens. Raises StoreError, CheckpointError, ValueError with one-line messages."""
+    """A document of `tokens` tokens. Raises ConfigError, StoreError, CheckpointError, ValueError, RuntimeError with
+    one-line messages."""
     console = Console(stderr=True)
-    words = _task_module()
+    document = _document(config, tokens, questions)
     with contextlib.ExitStack() as stack:
-        data_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headgate-demo-", dir=_disk()))
+        Checkpoint.open(config.model).config.check_context(config.context)
         dram_bytes = max(DRAM_BYTES_MIN, _kv_bytes(config, tokens) // DRAM_SHARE)
-        daemon = stack.enter_context(PrivateDaemon(data_dir, dram_bytes))
+        scratch = stack.enter_context(Scratch("headgate-data", disk()))
+        with console.status("starting a private daemon"):
+            daemon = stack.enter_context(PrivateDaemon(scratch.path, dram_bytes))
         config = WorkerConfig(**{**vars(config), "socket": daemon.socket, "broker": daemon.broker})
         worker = stack.enter_context(_worker(config, with_ray, console))
-        task = _task(words, worker, config, tokens, questions)
+        task = _task(worker, document)
         report = _prefill(worker, task, console)
         sparse = _ask(worker, task, config.policy, console)
         speeds = _prefill_speeds(worker, task)
@@ -93,41 +99,26 @@ def _worker(config: WorkerConfig, with_ray: bool, console: Console) -> Iterator[
     """A Worker, or a RemoteWorker that stands for one."""
     with contextlib.ExitStack() as stack:
         if with_ray:
+            # Before ray is imported: a thread's late call would start another Ray after the end of this one.
+            os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
             from decode_worker.actor import RemoteWorker, local_ray
 
             with console.status("starting a local Ray with one worker"):
                 stack.enter_context(local_ray())
-                worker: Any = RemoteWorker(config)
-                stack.callback(worker.close)
+                worker: Any = stack.enter_context(RemoteWorker(config))
                 worker.ping()
         else:
-            worker = Worker(config)
-            stack.callback(worker.close)
+            worker = stack.enter_context(contextlib.closing(Worker(config)))
         yield worker
 
 
 def _prefill(worker: Any, task: Task, console: Console) -> PrefillReport:
-    """Prefills in a thread, so that the bar can ask the worker how far it is."""
-    result: list[PrefillReport] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            result.append(worker.prefill_document(task.document))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
     with _bar(console) as bar:
         row = bar.add_task("prefill", total=None)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.25)
-            done, total = worker.progress()
-            bar.update(row, completed=done, total=total or None)
-    if failure:
-        raise failure[0]
-    return result[0]
+        report: PrefillReport = worker.prefill_document(
+            task.document, lambda done, total: bar.update(row, completed=done, total=total or None)
+        )
+    return report
 
 
 def _ask(worker: Any, task: Task, label: str, console: Console) -> Outcome:
@@ -198,13 +189,22 @@ def _show_answers(console: Console, task: Task, outcome: Outcome) -> None:
     console.print(f"  ... {outcome.correct} of {len(outcome.texts)} right\n", highlight=False)
 
 
-def _task(words: Any, worker: Any, config: WorkerConfig, tokens: int, questions: int) -> Task:
-    built = words.build_document(words.load_words(config.model), tokens, questions, SEED, "demo")
-    document = worker.encode(built.text)
-    return Task(document, [(fact.question, fact.answer) for fact in built.facts])
+def _document(config: WorkerConfig, tokens: int, questions: int) -> Any:
+    """models.corpus.Document with a fact for every question."""
+    corpus = _corpus()
+    Tokenizer.load(config.model, Checkpoint.open(config.model).config.vocab)
+    try:
+        return corpus.build_document(corpus.load_words(config.model), tokens, questions, SEED, "demo")
+    except (ValueError, KeyError, TypeError) as error:
+        fix = "give fewer --questions, a longer --context or the shipped --model"
+        raise ConfigError(f"--questions {questions}: {error}; {fix}") from None
 
 
-def _task_module() -> Any:
+def _task(worker: Any, document: Any) -> Task:
+    return Task(worker.encode(document.text), [(fact.question, fact.answer) for fact in document.facts])
+
+
+def _corpus() -> Any:
     """models/corpus.py of the checkout, which makes documents with facts."""
     if not (CHECKOUT / "models" / "corpus.py").is_file():
         raise ValueError(
@@ -218,9 +218,6 @@ def _task_module() -> Any:
 
 
 def _kv_bytes(config: WorkerConfig, tokens: int) -> int:
-    from decode_worker.model.checkpoint import Checkpoint
-    from decode_worker.records import RecordFormat
-
     shape = Checkpoint.open(config.model).config
     return (
         tokens
@@ -228,11 +225,6 @@ def _kv_bytes(config: WorkerConfig, tokens: int) -> int:
         * shape.kv_heads
         * RecordFormat(shape.kv_heads, shape.head_dim, config.storage).record_bytes
     )
-
-
-def _disk() -> str | None:
-    """A directory for the packs: O_DIRECT needs a real disk, and /tmp may be in memory."""
-    return "/var/tmp" if Path("/var/tmp").is_dir() else None
 
 
 def _bar(console: Console) -> Progress:

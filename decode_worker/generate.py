@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,51 +11,95 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decode_worker.config import WorkerConfig
+from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.sampling import Sampling
+from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.worker import Worker
+from kvstore_service.client import AdminClient, StoreError
 from kvstore_service.private import PrivateDaemon
+from kvstore_service.scratch import Scratch, disk
+from kvstore_service.types import format_size
+
+# More than any context holds; a device or a disk image is not read to its end.
+PROMPT_BYTES_MAX = 256 << 20
 
 
 def run(config: WorkerConfig, prompt_file: Path, new_tokens: int, sampling: Sampling, private: bool) -> int:
     """Prints text as it comes; returns the number of tokens. Raises ValueError, StoreError, CheckpointError,
     OSError."""
-    text = _read_prompt(prompt_file)
+    ids = _encode(config, prompt_file, new_tokens)
     with contextlib.ExitStack() as stack:
         if private:
-            data_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headgate-", dir="/var/tmp"))
-            daemon = stack.enter_context(PrivateDaemon(data_dir))
+            scratch = stack.enter_context(Scratch("headgate-data", disk()))
+            daemon = stack.enter_context(PrivateDaemon(scratch.path))
             config = replace(config, socket=Path(daemon.socket), broker=Path(daemon.broker))
+        else:
+            _require_daemon(config)
         worker = stack.enter_context(contextlib.closing(Worker(config)))
-        ids = worker.encode(text)
-        if len(ids) + new_tokens > config.context:
-            raise ValueError(
-                f"{len(ids)} prompt tokens + {new_tokens} new ones exceed --context {config.context}: "
-                "raise it or shorten the text"
-            )
         return _stream(worker, ids, new_tokens, sampling)
+
+
+def _encode(config: WorkerConfig, prompt_file: Path, new_tokens: int) -> list[int]:
+    """Token ids of the prompt; refuses what cannot run before a daemon is started or weights are loaded."""
+    text = _read_prompt(prompt_file)
+    shape = Checkpoint.open(config.model).config
+    shape.check_context(config.context)
+    ids = Tokenizer.load(config.model, shape.vocab).encode(text)
+    if not ids:
+        raise ValueError(f"--prompt-file {prompt_file}: the tokenizer makes no token of it; give a longer text")
+    if len(ids) + new_tokens > config.context:
+        fix = f"shorten the text or give fewer --new-tokens; this model covers {shape.context_max}"
+        if len(ids) + new_tokens <= shape.context_max:
+            fix = f"give --context {len(ids) + new_tokens} or more"
+        raise ValueError(
+            f"{len(ids)} prompt tokens + {new_tokens} new ones (--new-tokens) exceed --context {config.context}: {fix}"
+        )
+    return ids
+
+
+def _require_daemon(config: WorkerConfig) -> None:
+    try:
+        with contextlib.closing(AdminClient.connect(str(config.socket), str(config.broker))) as admin:
+            admin.get_status()
+    except StoreError as error:
+        if error.code != "UNAVAILABLE":
+            raise
+        fix = "start one (kvstored), name its --socket and --broker, or give --private"
+        raise StoreError(error.code, f"{error.message}; {fix}") from error
 
 
 def _stream(worker: Worker, ids: list[int], new_tokens: int, sampling: Sampling) -> int:
     columns = (TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     count, pieces = 0, worker.text_stream()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task("prefill", total=None)
         tokens = worker.generate(
             ids, new_tokens, sampling, lambda done, total: bar.update(row, completed=done, total=total)
         )
         first = next(tokens, None)
-    for token in itertools.chain([] if first is None else [first], tokens):
-        count += 1
-        print(pieces.push(token), end="", flush=True)
-    print(pieces.finish(), flush=True)
+    try:
+        for token in itertools.chain([] if first is None else [first], tokens):
+            count += 1
+            print(pieces.push(token), end="", flush=True)
+    finally:
+        print(pieces.finish(), flush=True)
     return count
 
 
 def _read_prompt(path: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:
+            content = file.read(PROMPT_BYTES_MAX + 1)
+        text = content.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"--prompt-file {path}: {error.strerror}; give a text file that can be read") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompt-file {path}: byte {error.start} is not UTF-8; give a text file") from None
+    if "\0" in text:
+        raise ValueError(f"--prompt-file {path}: byte {content.index(0)} is NUL, as in a binary file; give a text file")
+    if len(content) > PROMPT_BYTES_MAX:
+        raise ValueError(f"--prompt-file {path}: longer than {format_size(PROMPT_BYTES_MAX)}; give a shorter text")
     if not text.strip():
         raise ValueError(f"--prompt-file {path}: the prompt is empty; give a file with text")
     return text

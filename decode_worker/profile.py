@@ -129,8 +129,11 @@ class Profile:
 def _read(path: Path, shape: ModelShape) -> Profile:
     try:
         content = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ProfileError(f"profile={path}: {error}") from error
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else f"not valid JSON ({error})"
+        raise ProfileError(f"profile={path}: {what}; give a profile, auto or off") from error
+    if not isinstance(content, dict):
+        raise ProfileError(f"profile={path}: not a JSON object; give a profile, auto or off")
     unknown = sorted(set(content) - set(_FIELDS))
     if unknown:
         raise ProfileError(f"profile={path}: unknown keys {', '.join(unknown)}; known are {', '.join(_FIELDS)}")

@@ -88,11 +88,17 @@ class Worker:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._engine.tokenizer.decode(list(tokens))
 
-    def prefill_document(self, ids: Sequence[int]) -> PrefillReport:
+    def prefill_document(self, ids: Sequence[int], progress: Callable[[int, int], None] | None = None) -> PrefillReport:
         """Computes and stores a document; its session is closed again, the packs stay."""
+
+        def show(done: int, total: int) -> None:
+            self._progress = (done, total)
+            if progress is not None:
+                progress(done, total)
+
         started = time.monotonic()
         with _torch_threads(PREFILL_THREADS):
-            session, _ = self._engine.prefill(ids, self._show_progress)
+            session, _ = self._engine.prefill(ids, show)
         seconds = time.monotonic() - started
         stored = session.stored
         self._engine.close_session(session)
@@ -173,9 +179,6 @@ class Worker:
                 self._engine.close_session(session)
             raise
         self._engine.close_session(session)
-
-    def _show_progress(self, done: int, total: int) -> None:
-        self._progress = (done, total)
 
     def _footprint_of(self, session: Session) -> Footprint:
         geometry = session.geometry

@@ -62,6 +62,16 @@ def _socket_path(value: Any) -> Path:
     return path
 
 
+def _dram_bytes(value: Any) -> int:
+    size_bytes = settings.size(DRAM_BYTES_MIN)(value)
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size_bytes > machine_bytes:
+        raise ValueError(
+            f"{format_size(size_bytes)} is more than this machine's memory of {format_size(machine_bytes)}; write less"
+        )
+    return size_bytes
+
+
 def _pack_tokens(value: Any) -> int:
     tokens = settings.count(HASH_BLOCK_TOKENS, PACK_TOKENS_MAX)(value)
     if tokens % HASH_BLOCK_TOKENS:
@@ -85,7 +95,7 @@ def _address(value: Any) -> str:
     if value is False or value == "off":
         return "off"
     host, colon, port = str(value).rpartition(":")
-    if not (colon and host and port.isdigit() and int(port) < 65536):
+    if not (colon and host and port.isdecimal() and int(port) < 65536):
         raise ValueError("write HOST:PORT or off")
     return str(value)
 
@@ -102,9 +112,12 @@ def _uids(value: Any) -> frozenset[int]:
         return frozenset({os.getuid()})
     items = value if isinstance(value, list) else str(value).split(",")
     try:
-        return frozenset(int(item) for item in items)
-    except ValueError:
-        raise ValueError("write own, or user ids separated by commas") from None
+        uids = frozenset(int(item) for item in items)
+    except (ValueError, TypeError):
+        uids = frozenset({-1})
+    if min(uids, default=-1) < 0:
+        raise ValueError("write own, or user ids separated by commas")
+    return uids
 
 
 def _show_uids(uids: frozenset[int]) -> str:
@@ -114,6 +127,8 @@ def _show_uids(uids: frozenset[int]) -> str:
 def _tls(value: Any) -> str:
     if value is False or value in ("off", ""):
         return "off"
+    if not isinstance(value, str):
+        raise ValueError("write a directory or off")
     directory = settings.path(value)
     for name in ("ca.crt", "server.crt", "server.key"):
         if not (directory / name).is_file():
@@ -129,7 +144,7 @@ KEYS = (
     Key("data_dir", _data_dir, settings.path, "packs and catalogue; one daemon at a time"),
     Key("socket", lambda: settings.runtime_dir() / "store.sock", _socket_path, "unix socket of gRPC"),
     Key("broker", lambda: settings.runtime_dir() / "broker.sock", _socket_path, "unix socket of the fd broker"),
-    Key("dram_bytes", lambda: "1GiB", settings.size(DRAM_BYTES_MIN), "memory of the DRAM tier", format_size),
+    Key("dram_bytes", lambda: "1GiB", _dram_bytes, "memory of the DRAM tier", format_size),
     Key("nvme_bytes", lambda: "64GiB", settings.size(1 << 20), "most bytes of packs and sidecars on disk", format_size),
     Key("pack_tokens", lambda: 1024, _pack_tokens, "most tokens of a pack, a multiple of 256"),
     Key("extent_blocks", lambda: 4, settings.count(1, 16), "4 KiB blocks that are cached together"),
@@ -150,7 +165,7 @@ assert (*NAMES, "origins") == tuple(field.name for field in fields(Config))
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
+    flags = settings.Parser(
         prog="kvstored",
         usage="kvstored [config print] [--config FILE] [--KEY VALUE ...]",
         description="The daemon that keeps the KV cache of this node's decode workers.",
@@ -165,10 +180,7 @@ def parser() -> argparse.ArgumentParser:
 
 def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Config:
     """Resolves file, environment and flags. ConfigError for anything unknown or out of range."""
-    arguments, unknown = parser().parse_known_args(argv)
-    if unknown:
-        flags = [f"--{name.replace('_', '-')}" for name in NAMES]
-        raise settings.unknown(unknown[0], flags if unknown[0].startswith("-") else [], "flag")
+    arguments = parser().parse_args(argv)
     raw = settings.resolve(KEYS, PREFIX, arguments, environment)
     config = Config(**settings.parsed(KEYS, raw), origins={name: origin for name, (_, origin) in raw.items()})
     if config.socket == config.broker:

@@ -91,7 +91,9 @@ class MetricsServer:
         try:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
         except OSError as error:
-            raise StoreError("FAILED_PRECONDITION", f"metrics_addr {address}: {error.strerror}") from error
+            raise StoreError(
+                "FAILED_PRECONDITION", f"metrics_addr={address}: {error.strerror}; give another port, or off"
+            ) from error
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvstore_service.scratch import Scratch
 from kvstore_service.types import StoreError
 
 DAEMON_ARGV = (sys.executable, "-m", "kvstore_service.server")
@@ -46,7 +46,8 @@ class PrivateDaemon:
         self._argv = tuple(argv)
         self._start_s = start_s
         self._stop_s = stop_s
-        self.run_dir = Path(tempfile.mkdtemp(prefix="kvstored-"))
+        self._scratch = Scratch("headgate-run", Path(tempfile.gettempdir()))
+        self.run_dir = self._scratch.path
         self.socket = str(self.run_dir / "store.sock")
         self.broker = str(self.run_dir / "broker.sock")
         self.log_path = self.run_dir / "kvstored.log"
@@ -74,9 +75,11 @@ class PrivateDaemon:
         tethered = (sys.executable, "-m", "kvstore_service.private", str(os.getpid()), *command)
         self._lines = queue.Queue()
         with self.log_path.open("a") as log:
+            # In a process group of its own: a terminal's Ctrl-C is for the parent, which then stops it in order.
             self.process = subprocess.Popen(
-                tethered, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
-            )
+                tethered, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1,
+                process_group=0,
+            )  # fmt: skip
         reader = threading.Thread(target=_read_lines, args=(self.process, self._lines), daemon=True)
         reader.start()
 
@@ -147,7 +150,7 @@ class PrivateDaemon:
     def close(self) -> None:
         """Stops the daemon and removes its sockets; the data directory stays."""
         self.stop()
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        self._scratch.close()
 
     def __enter__(self) -> Self:
         try:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore_service import logs, native
+from kvstore_service import data_dir, logs, native
 from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grpc
 from kvstore_service.broker import Broker, claim_path, socket_mode
 from kvstore_service.catalog import Catalog
@@ -49,8 +50,9 @@ class Daemon:
     def __init__(self, config: Config) -> None:
         """Claims directory and sockets. StoreError FAILED_PRECONDITION if another daemon has them."""
         self.config = config
-        claim_path(config.socket)
-        claim_path(config.broker)
+        _claim("socket", config.socket)
+        _claim("broker", config.broker)
+        data_dir.prepare(config.data_dir)
         with contextlib.ExitStack() as undo:
             catalog = Catalog(config.data_dir)
             undo.callback(catalog.close)
@@ -92,7 +94,10 @@ class Daemon:
                 self._grpc.add_secure_port(self.config.tcp, _credentials(Path(self.config.tls)))
             self._metrics = MetricsServer(self.config.metrics_addr, self.store.counters)
         except (RuntimeError, OSError) as error:
-            raise StoreError("FAILED_PRECONDITION", f"cannot listen: {error}") from error
+            tcp = "" if self.config.tcp == "off" else f" or tcp={self.config.tcp}"
+            raise StoreError(
+                "FAILED_PRECONDITION", f"cannot listen at socket={self.config.socket}{tcp}: {error}; give another one"
+            ) from error
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._grpc.start()
 
@@ -101,12 +106,12 @@ class Daemon:
         sockets = f"socket={self.config.socket} broker={self.config.broker}"
         return f"kvstored ready {sockets} metrics={metrics} pid={os.getpid()}"
 
-    def drain(self, timeout_s: float) -> None:
-        """Refuses new work and returns when no session is open, or at the deadline."""
+    def drain(self, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Refuses new work and returns when no session is open, at the deadline, or when `hurry()`."""
         self.store.drain()
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         deadline = time.monotonic() + timeout_s
-        while self.store.sessions.all() and time.monotonic() < deadline:
+        while self.store.sessions.all() and time.monotonic() < deadline and not hurry():
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -128,15 +133,22 @@ class Daemon:
             self._health.set(service, status)
 
 
-def serve(daemon: Daemon) -> int:
-    """Runs a daemon in the main thread until SIGTERM or SIGINT. Returns the exit status."""
+def serve(make: Callable[[], Daemon]) -> int:
+    """Runs a daemon in the main thread until SIGTERM or SIGINT; the second one ends the draining. Returns the exit
+    status."""
     ending = _ending()
+
+    def signalled() -> bool:
+        return bool(select.select([ending], [], [], 0)[0])
+
+    daemon = make()
     try:
-        daemon.start()
-        print(daemon.ready_line(), flush=True)
+        if not signalled():
+            daemon.start()
+            print(daemon.ready_line(), flush=True)
         ending.recv(1)
         logs.event(log, logging.INFO, "draining", pid=os.getpid())
-        daemon.drain(DRAIN_S)
+        daemon.drain(DRAIN_S, signalled)
     finally:
         daemon.close()
     logs.event(log, logging.INFO, "ended", pid=os.getpid())
@@ -149,19 +161,28 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
     try:
         if arguments[:1] == ["config"]:
             if arguments[1:2] != ["print"]:
-                raise ConfigError("unknown command; kvstored config print")
+                raise ConfigError(f"unknown command {' '.join(arguments[:2])!r}; write kvstored config print")
             print(to_yaml(load(arguments[2:])), end="")
             return 0
         config = load(arguments)
         logs.start(config.log_format, config.log_level)
         _raise_descriptor_limit()
-        return serve(make(config))
+        return serve(lambda: make(config))
     except ConfigError as error:
         print(f"kvstored: {error}", file=sys.stderr)
         return 2
     except (StoreError, OSError) as error:
         print(f"kvstored: {error.message if isinstance(error, StoreError) else error}", file=sys.stderr)
         return 1
+
+
+def _claim(key: str, path: Path) -> None:
+    try:
+        claim_path(path)
+    except OSError as error:
+        raise StoreError(
+            "FAILED_PRECONDITION", f"{key}={path}: {error.strerror}; choose a directory that can be written"
+        ) from error
 
 
 def _ending() -> socket.socket:

@@ -3,11 +3,12 @@
 import argparse
 import difflib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -31,13 +32,47 @@ class Key:
     show: Callable[[Any], str] = str
 
 
-def add_flags(parser: argparse.ArgumentParser, keys: Iterable[Key]) -> None:
-    """`--config FILE` and a flag per key, spelled with dashes or underscores."""
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError, one line, for anything that it does not know; an unknown flag names the closest one."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Flags may be spelled with underscores, as their keys are."""
+        written = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        arguments, rest = super().parse_known_args(written, namespace)
+        if rest:
+            flags = [spelling for spelling in self._option_string_actions if spelling.startswith("--")]
+            raise unknown(rest[0], flags if rest[0].startswith("-") else [], "flag" if rest[0][:1] == "-" else "word")
+        return arguments, rest
+
+
+def _dashed(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def add_flags(parser: argparse.ArgumentParser, keys: Iterable[Key], defaults: Mapping[str, Any] | None = None) -> None:
+    """`--config FILE` and a flag per key; --help shows what a key accepts and its default (`defaults` stand above the
+    keys' own)."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of `key: value` lines")
     for key in keys:
-        spellings = dict.fromkeys((f"--{key.name.replace('_', '-')}", f"--{key.name}"))
-        shown = f" (default: {key.default()})" if key.default else ""
-        parser.add_argument(*spellings, dest=key.name, help=f"{key.help}{shown}".replace("%", "%%"))
+        default = (defaults or {}).get(key.name, key.default() if key.default else None)
+        notes = [_accepted(key), "" if default is None else f"default: {default}"]
+        shown = "; ".join(note for note in notes if note)
+        text = f"{key.help} ({shown})" if shown else key.help
+        flag = f"--{key.name.replace('_', '-')}"
+        parser.add_argument(flag, dest=key.name, metavar="VALUE", help=text.replace("%", "%%"))
+
+
+def _accepted(key: Key) -> str:
+    """What the key's ValueError tells to write, asked with a value that nothing accepts."""
+    try:
+        key.parse(...)
+    except ValueError as error:
+        return str(error).removeprefix("write ") if str(error).startswith("write ") else ""
+    return ""
 
 
 def resolve(
@@ -77,7 +112,7 @@ def parsed(keys: Sequence[Key], raw: Resolved) -> dict[str, Any]:
         value, origin = raw[key.name]
         try:
             values[key.name] = key.parse(value)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise ConfigError(f"{key.name}={value!r} ({origin}): {error}") from None
     return values
 
@@ -85,21 +120,25 @@ def parsed(keys: Sequence[Key], raw: Resolved) -> dict[str, Any]:
 def read_file(file: Path, names: Sequence[str]) -> dict[str, Any]:
     try:
         document = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {file}: {error}; give a readable YAML file") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        what = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else getattr(error, "strerror", None)
+        raise ConfigError(f"--config {file}: {what or 'not text'}; give a readable YAML file") from None
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{file}: not a mapping; write lines of `key: value`")
-    for name in document:
+    for name, value in document.items():
         if name not in names:
             raise unknown(str(name), names, f"key in {file}")
+        if value is None:
+            raise ConfigError(f"{file}: {name} has no value; write one or remove the line")
     return document
 
 
 def unknown(name: str, candidates: Sequence[str], what: str) -> ConfigError:
     asked = name.partition("=")[0]
-    closest = difflib.get_close_matches(asked, candidates, n=1, cutoff=0)
+    closest = difflib.get_close_matches(asked, candidates, n=1, cutoff=0.5)
     fix = f"did you mean {closest[0]}?" if closest else "see --help"
     return ConfigError(f"unknown {what} {asked}; {fix}")
 
@@ -115,9 +154,11 @@ def size(minimum: int) -> Callable[[Any], int]:
     """Bytes, with units."""
 
     def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError(f"write a size of at least {format_size(minimum)}, such as 8GiB")
         size_bytes = parse_size(value)
         if size_bytes < minimum:
-            raise ValueError(f"at least {format_size(minimum)}")
+            raise ValueError(f"write at least {format_size(minimum)}")
         return size_bytes
 
     return parse
@@ -125,7 +166,7 @@ def size(minimum: int) -> Callable[[Any], int]:
 
 def count(low: int, high: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or not str(value).strip().isdigit() or not low <= int(value) <= high:
+        if isinstance(value, bool) or not str(value).strip().isdecimal() or not low <= int(value) <= high:
             raise ValueError(f"write a whole number from {low} to {high}")
         return int(value)
 

@@ -6,6 +6,8 @@ if .venv/bin/kvctl status >/dev/null 2>&1; then
   echo "kvstored is already running" >&2
   exit 0
 fi
+# A wrong setting is one line here, at once, rather than in the log.
+.venv/bin/kvstored config print >/dev/null
 log=${KVSTORED_LOG:-${XDG_STATE_HOME:-$HOME/.local/state}/headgate/kvstored.log}
 mkdir -p "$(dirname "$log")"
 # setsid: the daemon must not end with the shell or the Ray process that started it.

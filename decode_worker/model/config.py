@@ -100,14 +100,14 @@ class ModelConfig:
         """Raises CheckpointError unless ``declared_max`` tokens of context are computed exactly."""
         if not 1 <= declared_max <= self.context_max:
             raise CheckpointError(
-                f"declared maximum context is {declared_max} tokens; this model covers 1 to "
-                f"{self.context_max}: declare less or set a RoPE scaling in config.json"
+                f"context={declared_max} tokens, but this model covers 1 to {self.context_max}: give --context "
+                f"{self.context_max} or less, or set a RoPE scaling in config.json"
             )
         if self.sliding_window is not None and declared_max > self.sliding_window:
             raise CheckpointError(
-                f"config.json: sliding_window is {self.sliding_window}, shorter than the declared "
-                f"maximum context of {declared_max} tokens; sliding windows are not supported: "
-                f"declare at most {self.sliding_window} or use a checkpoint with full attention"
+                f"config.json: sliding_window is {self.sliding_window}, shorter than context={declared_max} tokens; "
+                f"sliding windows are not supported: give --context {self.sliding_window} or less, or use a checkpoint "
+                "with full attention"
             )
 
 

@@ -174,7 +174,7 @@ def test_inactive_sliding_window_is_no_obstacle(copy: Callable[[str], Path]) -> 
 def test_context_beyond_the_positions(copy: Callable[[str], Path]) -> None:
     directory = copy("qwen2")
     assert f"covers 1 to {MAX_POSITIONS}" in refusal(directory, MAX_POSITIONS + 1)
-    assert "is 0 tokens" in refusal(directory, 0)
+    assert "context=0 tokens" in refusal(directory, 0)
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": MAX_POSITIONS}
     edit_config(directory, rope_scaling=scaling)
     Transformer.load(Checkpoint.open(directory), 4 * MAX_POSITIONS)

@@ -14,6 +14,7 @@ test: setup check
 # One line per soak; each adds its counts to bench/results/reliability.json.
 soak: setup
 	@.venv/bin/python -m tests.crash.soak --minutes $(SOAK_MINUTES)
+	@.venv/bin/python -m tests.hostile.fuzz
 
 check: setup
 	@.venv/bin/ruff check .

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore_service import directories, memory
+from kvstore_service.logs import event
 from kvstore_service.sessions import Worker
 from kvstore_service.types import StoreError
 
@@ -167,14 +168,14 @@ class Broker:
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                log.warning("no peer can be let in: %s", error)
+                event(log, logging.WARNING, "no peer can be let in", error=error)
                 time.sleep(_CROWDED_NAP_S)
                 return
             peer.setblocking(False)
             pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             refusal = self._refusal(uid)
             if refusal:
-                log.warning("peer refused uid=%d pid=%d reason=%r", uid, pid, refusal)
+                event(log, logging.WARNING, "peer refused", uid=uid, pid=pid, reason=refusal)
                 with contextlib.suppress(OSError):
                     _send(peer, {"error": refusal})
                 peer.close()
@@ -216,7 +217,7 @@ class Broker:
             answer, outgoing = {"error": error.message, "code": error.code}, []
         except Exception:
             # Whatever a peer found, it ends this peer alone.
-            log.exception("peer dropped uid=%d pid=%d", connection.uid, connection.pid)
+            log.exception("peer dropped", extra={"fields": {"uid": connection.uid, "pid": connection.pid}})
             return False
         finally:
             _close(fds)
@@ -296,7 +297,7 @@ class Broker:
         try:
             self._release(worker)
         except Exception:
-            log.exception("release failed worker=%s pid=%d", worker.name, worker.pid)
+            log.exception("release failed", extra={"fields": {"name": worker.name, "pid": worker.pid}})
 
 
 def claim_path(path: Path) -> None:

@@ -4,6 +4,7 @@ Data first: a file is durable, then its directory, then its row. So a file witho
 removed at the next start; a row without a file is damage, is reported, and is never served.
 """
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -12,7 +13,6 @@ import secrets
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,24 +68,24 @@ class Catalog:
         for name in ("lock", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
             directories.require_no_link(data_dir / name)
         self._lock = threading.Lock()
-        self._directory_lock = _hold(data_dir)
-        try:
-            self._db = sqlite3.connect(data_dir / "catalog.sqlite", isolation_level=None, check_same_thread=False)
-            # One process at a time: without shared memory beside it, a full disk cannot kill the process (SIGBUS).
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.execute("PRAGMA foreign_keys=ON")
-            self._check_version(data_dir)
-            self.damaged, self.removed = self._reconcile()
-            for directory in (data_dir, self.packs_dir, self.sidecars_dir):
-                sync_directory(directory)
-        except sqlite3.DatabaseError as error:
-            os.close(self._directory_lock)
-            raise _unopened(data_dir, error) from error
-        except BaseException:
-            os.close(self._directory_lock)
-            raise
+        with contextlib.ExitStack() as undo:
+            self._directory_lock = _hold(data_dir)
+            undo.callback(os.close, self._directory_lock)
+            try:
+                self._db = sqlite3.connect(data_dir / "catalog.sqlite", isolation_level=None, check_same_thread=False)
+                undo.callback(self._db.close)
+                # One process at a time: without shared memory beside it, a full disk cannot kill the process (SIGBUS).
+                self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=FULL")
+                self._db.execute("PRAGMA foreign_keys=ON")
+                self._check_version(data_dir)
+                self.damaged, self.removed = self._reconcile()
+                for directory in (data_dir, self.packs_dir, self.sidecars_dir):
+                    sync_directory(directory)
+            except sqlite3.DatabaseError as error:
+                raise _unopened(data_dir, error) from error
+            undo.pop_all()
 
     def close(self) -> None:
         with self._lock:
@@ -276,7 +276,7 @@ class Catalog:
         with self._transaction() as db:
             db.execute(f"DELETE FROM sidecars WHERE {where}", (key.pack_id, key.build, key.kind, key.parameters))
 
-    @contextmanager
+    @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
@@ -329,7 +329,7 @@ def _unopened(data_dir: Path, error: sqlite3.DatabaseError) -> StoreError:
     disk = os.statvfs(data_dir)
     if disk.f_bavail * disk.f_frsize < _OPEN_BYTES:
         return StoreError("RESOURCE_EXHAUSTED", f"{message}; the disk is full, make {_OPEN_BYTES >> 10} KiB of room")
-    return StoreError("UNAVAILABLE", message)
+    return StoreError("UNAVAILABLE", f"{message}; no other program may have it open")
 
 
 def _size_of(path: Path) -> int:

@@ -38,11 +38,17 @@ class Config:
     sessions_max: int
     metrics_addr: str
     allow_uids: frozenset[int]
+    admin_uids: frozenset[int]
     log_format: str
     log_level: str
     tcp: str
     tls: str
     origins: Mapping[str, str]
+
+    @property
+    def peer_uids(self) -> frozenset[int]:
+        """Who may connect at all."""
+        return self.allow_uids | self.admin_uids
 
     def values(self) -> dict[str, str]:
         """Every key's value as one would write it in the file."""
@@ -120,6 +126,10 @@ def _uids(value: Any) -> frozenset[int]:
     return uids
 
 
+def _admin_uids(value: Any) -> frozenset[int]:
+    return _uids(value) | {0} if value == "own" else _uids(value)
+
+
 def _show_uids(uids: frozenset[int]) -> str:
     return ",".join(map(str, sorted(uids)))
 
@@ -154,7 +164,8 @@ KEYS = (
     Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),
-    Key("allow_uids", lambda: "own", _uids, "user ids that may connect: own, or 0,1000", _show_uids),
+    Key("allow_uids", lambda: "own", _uids, "user ids whose workers are served: own, or 0,1000", _show_uids),
+    Key("admin_uids", lambda: "own", _admin_uids, "who may administer: own (and root), or 0,1000", _show_uids),
     Key("log_format", lambda: "text", settings.choice(*logs.FORMATS), "lines on stderr: text (key=value) or json"),
     Key("log_level", lambda: "info", settings.choice(*logs.LEVELS), "least serious event that is logged"),
     Key("tcp", lambda: "off", _address, "HOST:PORT of AdminService over mutual TLS, or off"),

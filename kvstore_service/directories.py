@@ -1,10 +1,45 @@
-"""Directories in which no other user can put anything in the place of ours."""
+"""Directories of the daemon: they can hold packs, and no other user can put anything in the place of ours."""
 
+import errno
+import fcntl
+import mmap
 import os
 import stat
+import tempfile
 from pathlib import Path
 
-from kvstore_service.types import StoreError
+from kvstore_service.types import StoreError, format_size
+
+# An empty catalogue with its log.
+ROOM_BYTES = 1 << 20
+_FIXES = {
+    errno.ENOSPC: f"free at least {format_size(ROOM_BYTES)} there or set data_dir to another disk",
+    errno.EDQUOT: "raise this user's disk quota or set data_dir to another disk",
+    errno.EROFS: "mount it for writing or set data_dir to another directory",
+    errno.EEXIST: "set data_dir to a directory",
+    errno.EINVAL: "this file system has no O_DIRECT; set data_dir to a directory on ext4 or xfs",
+}
+
+
+def prepare(data_dir: Path) -> None:
+    """Creates what is missing of the path and tries a nameless file in it: it can be written, has room, takes O_DIRECT.
+    FAILED_PRECONDITION, with nothing created,
+    if packs cannot be kept there."""
+    created: list[Path] = []
+    try:
+        for directory in (*reversed(data_dir.parents), data_dir):
+            if not directory.is_dir():
+                directory.mkdir(mode=0o700)
+                created.append(directory)
+        with tempfile.TemporaryFile(dir=data_dir, buffering=0) as probe, mmap.mmap(-1, mmap.PAGESIZE) as page:
+            os.posix_fallocate(probe.fileno(), 0, ROOM_BYTES)
+            fcntl.fcntl(probe, fcntl.F_SETFL, os.O_DIRECT)
+            os.pwrite(probe.fileno(), page, 0)
+    except OSError as error:
+        for directory in reversed(created):
+            directory.rmdir()
+        fix = _FIXES.get(error.errno or 0, f"let user id {os.getuid()} write there or set another data_dir")
+        raise StoreError("FAILED_PRECONDITION", f"data_dir={data_dir}: {error.strerror}; {fix}") from error
 
 
 def require_own(directory: Path) -> None:

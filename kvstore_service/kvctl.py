@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import shtab
 from google.protobuf.json_format import MessageToDict
@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvstore_service.client import AdminClient
-from kvstore_service.settings import default_broker, default_socket
+from kvstore_service.settings import ConfigError, Parser, default_broker, default_socket
 from kvstore_service.types import StoreError, format_size
 
 ID_DIGITS = 16
@@ -212,20 +212,13 @@ def verify(client: AdminClient, output: Output, arguments: argparse.Namespace) -
 Command = Callable[[AdminClient, Output, argparse.Namespace], int]
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; --help says the rest."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"kvctl: {message}; see {self.prog} --help\n")
-
-
-def _common(suppress: bool) -> _Parser:
+def _common(suppress: bool) -> Parser:
     """The flags that may stand before the command and behind it; behind it they have no defaults."""
 
     def default(value: Any) -> Any:
         return argparse.SUPPRESS if suppress else value
 
-    flags = _Parser(add_help=False)
+    flags = Parser(add_help=False)
     flags.add_argument(
         "--socket", default=default(default_socket()), help=f"gRPC socket of kvstored (default: {default_socket()})"
     )
@@ -240,7 +233,7 @@ def _common(suppress: bool) -> _Parser:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = _Parser(
+    flags = Parser(
         prog="kvctl", description="Asks the node's kvstored.", allow_abbrev=False, parents=[_common(suppress=False)]
     )
     commands = flags.add_subparsers(metavar="COMMAND", required=True)
@@ -308,12 +301,16 @@ def _usage_error(arguments: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     flags = parser()
-    arguments = flags.parse_args(argv)
-    if "shell" in arguments:
-        print(shtab.complete(flags, arguments.shell))
-        return 0
-    if problem := _usage_error(arguments):
-        flags.error(problem)
+    try:
+        arguments = flags.parse_args(argv)
+        if "shell" in arguments:
+            print(shtab.complete(flags, arguments.shell))
+            return 0
+        if problem := _usage_error(arguments):
+            flags.error(problem)
+    except ConfigError as error:
+        print(f"kvctl: {error}", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     broker = arguments.broker or _broker_beside(arguments.socket)
     try:

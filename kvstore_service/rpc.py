@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from kvstore_service import logs
 from kvstore_service.sessions import Sessions, Worker
 from kvstore_service.types import StoreError
 
@@ -33,6 +34,7 @@ IDEMPOTENCY_KEY_MAX = 128
 ERROR_LETTERS_MAX = 1000
 _OPEN = "/grpc.health.v1."
 _WORKERS = "/kvstore.v1.StoreService/"
+_ADMIN = "/kvstore.v1.AdminService/"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _T = TypeVar("_T")
 
@@ -95,9 +97,13 @@ class Gate(grpc.ServerInterceptor):
     """Stands before every method but health's. Who calls is settled before the request is decoded: of a refused call
     nothing but its metadata is read."""
 
-    def __init__(self, sessions: Sessions, replies: Replies) -> None:
+    def __init__(
+        self, sessions: Sessions, replies: Replies, worker_uids: frozenset[int], admin_uids: frozenset[int]
+    ) -> None:
         self._sessions = sessions
         self._replies = replies
+        self._worker_uids = worker_uids
+        self._admin_uids = admin_uids
 
     def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
         handler = continuation(details)
@@ -140,9 +146,9 @@ class Gate(grpc.ServerInterceptor):
                 self._check(method, context)
                 return iter(behaviour(decode(received), context))
 
-            responses = _answered(method, context, begin)
+            responses = _answered(method, context, begin, part=True)
             while True:
-                response = _answered(method, context, lambda: next(responses, None))
+                response = _answered(method, context, lambda: next(responses, None), part=True)
                 if response is None:
                     return
                 yield response
@@ -158,7 +164,12 @@ class Gate(grpc.ServerInterceptor):
             if method.startswith(_WORKERS):
                 raise StoreError("PERMISSION_DENIED", "StoreService is not served over TCP")
             return f"tls {context.peer()}"
-        return caller(context, self._sessions).token
+        peer = caller(context, self._sessions)
+        if method.startswith(_WORKERS) and peer.uid not in self._worker_uids:
+            raise StoreError("PERMISSION_DENIED", f"user id {peer.uid} is not in allow_uids")
+        if method.startswith(_ADMIN) and peer.uid not in self._admin_uids:
+            raise StoreError("PERMISSION_DENIED", f"user id {peer.uid} is not in admin_uids")
+        return peer.token
 
 
 def _decoder(handler: grpc.RpcMethodHandler) -> Callable[[Any], Any]:
@@ -177,12 +188,20 @@ def _decoder(handler: grpc.RpcMethodHandler) -> Callable[[Any], Any]:
     return (lambda many: map(decode, many)) if handler.request_streaming else decode
 
 
-def _answered(method: str, context: grpc.ServicerContext, act: Callable[[], _T]) -> _T:
-    """The result of `act`, or the call aborted with its error's status; one log line per failure."""
-    request_id = _request_id(context)
+def _answered(method: str, context: grpc.ServicerContext, act: Callable[[], _T], part: bool = False) -> _T:
+    """The result of `act`, or the call aborted with its error's status; one log line either way, or, for `part` of a
+    stream, if it fails."""
+    logs.request_id.set(_request_id(context))
     started_s = time.monotonic()
+
+    def log_call(level: int, message: str, **fields: object) -> None:
+        logs.event(log, level, message, method=method, took_ms=(time.monotonic() - started_s) * 1e3, **fields)
+
     try:
-        return act()
+        result = act()
+        if not part:
+            log_call(logging.DEBUG, "answered")
+        return result
     except StoreError as error:
         failure = error
         level = logging.INFO
@@ -196,16 +215,13 @@ def _answered(method: str, context: grpc.ServicerContext, act: Callable[[], _T])
     except Exception as error:
         if not context.is_active():
             raise  # the peer has left, and nobody waits for a status
-        log.exception("call failed request=%s method=%s", request_id, method)
+        log.exception("call failed")
         failure = StoreError("INTERNAL", f"{type(error).__name__}: {error}")
         level = logging.ERROR
     if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
         failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
-    log.log(
-        level, "refused request=%s method=%s code=%s took_ms=%.1f message=%r",
-        request_id, method, failure.code, (time.monotonic() - started_s) * 1e3, failure.message,
-    )  # fmt: skip
-    context.set_trailing_metadata(((REQUEST_ID_ENTRY, request_id),))
+    log_call(level, "refused", code=failure.code, reason=failure.message)
+    context.set_trailing_metadata(((REQUEST_ID_ENTRY, logs.request_id.get()),))
     context.abort_with_status(rpc_status.to_status(_status(failure)))
     raise AssertionError("abort returned")
 

@@ -22,7 +22,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore_service import data_dir, logs, native
+from kvstore_service import directories, logs, native
 from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grpc
 from kvstore_service.broker import Broker, claim_path, socket_mode
 from kvstore_service.catalog import Catalog
@@ -52,7 +52,7 @@ class Daemon:
         self.config = config
         _claim("socket", config.socket)
         _claim("broker", config.broker)
-        data_dir.prepare(config.data_dir)
+        directories.prepare(config.data_dir)
         with contextlib.ExitStack() as undo:
             catalog = Catalog(config.data_dir)
             undo.callback(catalog.close)
@@ -63,7 +63,7 @@ class Daemon:
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)
         self._replies = Replies()
-        self._broker = Broker(config.broker, config.allow_uids, self.store.admit, self._release)
+        self._broker = Broker(config.broker, config.peer_uids, self.store.admit, self._release)
         self._health = health.HealthServicer(experimental_non_blocking=True)
         self._threads = ThreadPoolExecutor(RPC_THREADS_MAX, thread_name_prefix="rpc")
         self._grpc = self._grpc_server()
@@ -72,7 +72,7 @@ class Daemon:
     def _grpc_server(self) -> grpc.Server:
         server = grpc.server(
             self._threads,
-            interceptors=[Gate(self.store.sessions, self._replies)],
+            interceptors=[Gate(self.store.sessions, self._replies, self.config.allow_uids, self.config.admin_uids)],
             maximum_concurrent_rpcs=RPC_THREADS_MAX,
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
         )
@@ -89,7 +89,7 @@ class Daemon:
         self._broker.start()
         try:
             self._grpc.add_insecure_port(f"unix:{self.config.socket}")
-            os.chmod(self.config.socket, socket_mode(self.config.allow_uids))
+            os.chmod(self.config.socket, socket_mode(self.config.peer_uids))
             if self.config.tcp != "off":
                 self._grpc.add_secure_port(self.config.tcp, _credentials(Path(self.config.tls)))
             self._metrics = MetricsServer(self.config.metrics_addr, self.store.counters)
@@ -146,7 +146,9 @@ def serve(make: Callable[[], Daemon]) -> int:
         if not signalled():
             daemon.start()
             print(daemon.ready_line(), flush=True)
+            _notify("READY=1")
         ending.recv(1)
+        _notify("STOPPING=1")
         logs.event(log, logging.INFO, "draining", pid=os.getpid())
         daemon.drain(DRAIN_S, signalled)
     finally:
@@ -183,6 +185,14 @@ def _claim(key: str, path: Path) -> None:
         raise StoreError(
             "FAILED_PRECONDITION", f"{key}={path}: {error.strerror}; choose a directory that can be written"
         ) from error
+
+
+def _notify(state: str) -> None:
+    """Tells systemd, if it started us (sd_notify)."""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
+            to.connect("\0" + address[1:] if address[0] == "@" else address)
+            to.send(state.encode())
 
 
 def _ending() -> socket.socket:

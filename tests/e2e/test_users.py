@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_service.client import AdminClient, StoreError
+from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.private import PrivateDaemon
 
 from .conftest import ROOT, Expected, random_ids, read_tokens, worker_process, worker_settings
@@ -93,6 +93,11 @@ def test_two_unprivileged_users_decode_as_the_oracle(checkpoint: Path, expected:
             with worker_process(order, python, **user) as process:
                 tokens = read_tokens(process, STEPS)
             assert Path(f"/proc/{daemon.pid}").stat().st_uid == DAEMON_UID
-            with pytest.raises(StoreError, match="allow_uids"):
-                AdminClient.connect(daemon.socket, daemon.broker)
+            with AdminClient.connect(daemon.socket, daemon.broker) as admin:  # root may administer,
+                assert admin.get_status().pid == daemon.pid
+            with (  # but its workers are not served
+                StoreClient.connect(daemon.socket, daemon.broker) as client,
+                pytest.raises(StoreError, match="allow_uids"),
+            ):
+                client.fork_session("any")
     assert tokens == expected.tokens(prompt, STEPS, policy="none", retriever="exact", budget=0.1)

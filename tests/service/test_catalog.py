@@ -4,6 +4,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_the_first_commit_of_an_id_wins(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:
     Catalog(tmp_path).close()
-    with sqlite3.connect(tmp_path / "catalog.sqlite") as db:
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'version'", (str(CATALOG_VERSION + 1),))
     with pytest.raises(StoreError, match="newer kvstored"):
         Catalog(tmp_path)

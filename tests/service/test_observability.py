@@ -124,7 +124,7 @@ def test_json_logs_have_a_line_per_call_with_its_request_id(tmp_path: Path) -> N
     assert answered == ["RegisterWorker", "OpenSession", "CloseSession"]
     (registered,) = [line for line in lines if line["message"] == "worker registered"]
     (call,) = [line for line in lines if line.get("method", "").endswith("RegisterWorker")]
-    assert registered["name"] == "a worker\nwith lines"
+    assert registered["name"] == "a?worker?with?lines"
     assert registered["request"] == call["request"]
 
 

@@ -22,9 +22,8 @@ _FIXES = {
 
 
 def prepare(data_dir: Path) -> None:
-    """Creates what is missing of the path and tries a nameless file in it: it can be written, has room, takes O_DIRECT.
-    FAILED_PRECONDITION, with nothing created,
-    if packs cannot be kept there."""
+    """Creates what is missing of the path and tries a nameless file in it: it can be written, takes O_DIRECT and, if
+    nothing is stored there yet, has room. FAILED_PRECONDITION, with nothing created, if packs cannot be kept there."""
     created: list[Path] = []
     try:
         for directory in (*reversed(data_dir.parents), data_dir):
@@ -32,9 +31,10 @@ def prepare(data_dir: Path) -> None:
                 directory.mkdir(mode=0o700)
                 created.append(directory)
         with tempfile.TemporaryFile(dir=data_dir, buffering=0) as probe, mmap.mmap(-1, mmap.PAGESIZE) as page:
-            os.posix_fallocate(probe.fileno(), 0, ROOM_BYTES)
             fcntl.fcntl(probe, fcntl.F_SETFL, os.O_DIRECT)
-            os.pwrite(probe.fileno(), page, 0)
+            if not (data_dir / "catalog.sqlite").exists():
+                os.posix_fallocate(probe.fileno(), 0, ROOM_BYTES)
+                os.pwrite(probe.fileno(), page, 0)
     except OSError as error:
         for directory in reversed(created):
             directory.rmdir()

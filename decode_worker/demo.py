@@ -155,7 +155,7 @@ def _figures(
     used_dram = min(dram_bytes, status.counters["frames_used"] * status.counters["frame_bytes"])
     kv_bytes = _kv_bytes(config, report.stored_tokens)
     counters, foot = sparse.counters, sparse.footprint
-    nvme = sum(a.nvme_read_bytes for a in sparse.answers)
+    nvme = sum(a.nvme_read_bytes or 0 for a in sparse.answers)
     proc = sum(a.proc_read_bytes or 0 for a in sparse.answers)
     with_store, without_store = speeds
     full_device = full.footprint.device_bytes

@@ -15,7 +15,7 @@ from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.worker import Worker
-from kvstore_service.client import AdminClient, StoreError
+from kvstore_service.client import StoreClient, StoreError
 from kvstore_service.private import PrivateDaemon
 from kvstore_service.scratch import Scratch, disk
 from kvstore_service.types import format_size
@@ -59,8 +59,8 @@ def _encode(config: WorkerConfig, prompt_file: Path, new_tokens: int) -> list[in
 
 def _require_daemon(config: WorkerConfig) -> None:
     try:
-        with contextlib.closing(AdminClient.connect(str(config.socket), str(config.broker))) as admin:
-            admin.get_status()
+        with StoreClient.connect(str(config.socket), str(config.broker), config.name) as client:
+            client.require_serving()
     except StoreError as error:
         if error.code != "UNAVAILABLE":
             raise

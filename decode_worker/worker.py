@@ -39,7 +39,7 @@ class Answer:
     decode_s: float
     bind_s: float
     records_moved: int
-    nvme_read_bytes: int
+    nvme_read_bytes: int | None  # None for a user who may not administer the daemon
     proc_read_bytes: int | None  # the kernel's count; None where it may not be read
 
 
@@ -60,7 +60,8 @@ class Worker:
         # A decode step's products are small: more threads than the kernels get only take cores from the daemon.
         torch.set_num_threads(config.threads)
         self._engine = Engine(config)
-        self._admin = AdminClient.connect(str(config.socket), str(config.broker))
+        self._admin: AdminClient | None = None
+        self._may_administer = True
         self._footprint: Footprint | None = None
         self._progress = (0, 0)
 
@@ -131,8 +132,7 @@ class Worker:
             seconds,
             bind_s,
             self._engine.policy.counters.records_moved - moved,
-            after[0] - before[0],
-            None if after[1] is None or before[1] is None else after[1] - before[1],
+            *(b - a if a is not None and b is not None else None for a, b in zip(before, after, strict=True)),
         )
 
     def counters(self) -> dict[str, float]:
@@ -167,7 +167,8 @@ class Worker:
 
     def close(self) -> None:
         self._engine.close()
-        self._admin.close()
+        if self._admin is not None:
+            self._admin.close()
 
     @contextlib.contextmanager
     def _closing(self, session: Session) -> Iterator[None]:
@@ -198,9 +199,21 @@ class Worker:
             if produced + 1 < new_tokens:
                 logits = self._engine.step([session], [token])
 
-    def _io(self) -> tuple[int, int | None]:
-        """(the daemon's own count, the kernel's count) of bytes that the daemon has read from storage."""
-        status = self._admin.get_status()
+    def _io(self) -> tuple[int | None, int | None]:
+        """(the daemon's own count, the kernel's count) of bytes that the daemon has read from storage.
+
+        None where this user may not know: decoding needs no administrator's rights."""
+        if not self._may_administer:
+            return None, None
+        config = self._engine.config
+        self._admin = self._admin or AdminClient.connect(str(config.socket), str(config.broker))
+        try:
+            status = self._admin.get_status()
+        except StoreError as error:
+            if error.code != "PERMISSION_DENIED":
+                raise
+            self._may_administer = False
+            return None, None
         return status.counters["nvme_read_bytes"], _proc_read_bytes(status.pid)
 
 

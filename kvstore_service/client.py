@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 import numpy as np
 from google.rpc import code_pb2, error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from numpy.typing import NDArray
 
@@ -124,6 +125,13 @@ class _Client:
         self._closed = False
         self.rpc_count = 0
         _clients.add(self)
+
+    def require_serving(self) -> None:
+        """UNAVAILABLE unless the daemon answers and takes new work."""
+        request = health_pb2.HealthCheckRequest(service="")
+        answer = self._call(health_pb2_grpc.HealthStub(self._channel).Check, request)
+        if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            raise StoreError("UNAVAILABLE", "the daemon is draining")
 
     @property
     def closed(self) -> bool:

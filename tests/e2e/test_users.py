@@ -49,7 +49,7 @@ def environment() -> dict[str, str]:
         "PATH": os.defpath,
         "HOME": "/",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "site"), str(ROOT)]),
-        "HEADGATE_TEST_PACKAGES": sysconfig.get_path("purelib"),
+        "PACKAGES_OF_TESTS": sysconfig.get_path("purelib"),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
@@ -93,6 +93,18 @@ def test_two_unprivileged_users_decode_as_the_oracle(checkpoint: Path, expected:
             with worker_process(order, python, **user) as process:
                 tokens = read_tokens(process, STEPS)
             assert Path(f"/proc/{daemon.pid}").stat().st_uid == DAEMON_UID
+            retriever = shutil.copytree(
+                ROOT / "models/retriever", directory / "retriever", copy_function=shutil.copyfile
+            )
+            prompt_file = directory / "prompt.txt"
+            prompt_file.write_text("the licence of this program " * 200)
+            where = ["--socket", daemon.socket, "--broker", daemon.broker, "--context=4096", "--new-tokens=4"]
+            command = [python, "-m", "decode_worker.cli", "generate", "--model", str(retriever), *where]
+            generated = subprocess.run(
+                [*command, "--prompt-file", str(prompt_file)],
+                cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, **user,
+            )  # fmt: skip
+            assert (generated.returncode, "tokens in" in generated.stderr) == (0, True), generated.stderr
             with AdminClient.connect(daemon.socket, daemon.broker) as admin:  # root may administer,
                 assert admin.get_status().pid == daemon.pid
             with (  # but its workers are not served

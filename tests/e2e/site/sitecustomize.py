@@ -3,4 +3,4 @@
 import os
 import site
 
-site.addsitedir(os.environ["HEADGATE_TEST_PACKAGES"])
+site.addsitedir(os.environ["PACKAGES_OF_TESTS"])

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from logging import ERROR, INFO, WARNING
+from logging import DEBUG, ERROR, INFO, WARNING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,6 +180,7 @@ class Store:
             if worker.gone:
                 return
             worker.gone = True
+            level = DEBUG if worker.native_id is None else INFO  # an operator's visit is worth no line
             try:
                 self._forget_memory(worker)
             finally:
@@ -189,7 +190,7 @@ class Store:
                 worker.bound.clear()
                 for session in list(worker.sessions.values()):
                     self.sessions.close(session)
-        event(log, INFO, "worker released", name=worker.name, pid=worker.pid)
+        event(log, level, "worker released", name=worker.name, pid=worker.pid)
 
     # sessions
 

@@ -56,7 +56,7 @@ def port() -> int:
 def daemon(tmp_path_factory: pytest.TempPathFactory, certificates: Path, port: int) -> Iterator[Daemon]:
     options = (
         "--nvme-bytes=1GiB", "--copy-threads=1", f"--tcp=127.0.0.1:{port}", f"--tls={certificates}",
-        f"--allow-uids={os.getuid()},{TENANT_UID}",
+        f"--allow-uids={os.getuid()},{TENANT_UID}", "--log-level=debug",
     )  # fmt: skip
     shared = Daemon(tmp_path_factory.mktemp("shared"), options=options)
     shared.run_dir.chmod(0o711)

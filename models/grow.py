@@ -57,7 +57,7 @@ def refine(network: Network, tokenizer: tokenizers.Tokenizer, args: argparse.Nam
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, 1 - spent / args.minutes, args.rate)
         batch = sample_batch(rng.choice(REFINEMENT), tokenizer, words, rng, noise=True)
-        loss, right = learn(network, average, optimizer, batch)
+        loss, right = learn(network, average, optimizer, batch, early=step % 2 == 1)
         score, step = score + (right - score) * 0.08, step + 1
         if step % 20 == 0:
             print(f"{spent:6.1f} min  step {step}  loss {loss:.3f}  mean {score:.3f}", flush=True)

@@ -281,8 +281,11 @@ def sample_batch(
     )
 
 
-def answer_logits(network: Network, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits [answer token, vocabulary] and their targets; the last layer sees questions only."""
+def answer_logits(network: Network, batch: Batch, early: bool = False) -> tuple[Tensor, Tensor]:
+    """Logits [answer token, vocabulary] and their targets; the last layer sees questions only.
+
+    early: queries come from the input of the layer before, as a worker predicts them to fetch ahead.
+    """
     shape = network.shape
     ids, asked = batch.ids, batch.question_tokens
     cos, sin = (part[:, None] for part in rotation(shape, batch.positions))
@@ -293,13 +296,14 @@ def answer_logits(network: Network, batch: Batch) -> tuple[Tensor, Tensor]:
     extra_q = torch.zeros_like(extra_k)
     extra_q[..., 0] = 1 / scale
     later = torch.ones(asked, ids.shape[1], dtype=torch.bool).tril(ids.shape[1] - asked)
-    x = network.embed(ids)
+    before = x = network.embed(ids)
     for layer in range(shape.num_hidden_layers):
         last = layer == shape.num_hidden_layers - 1
         rows = slice(-asked, None) if last else slice(None)
         kv = network.keys_values(layer, x, cos, sin)
         k, v = (part.repeat_interleave(shape.group, 1) for part in kv)
-        q = network.queries(layer, x[:, rows], cos[:, :, rows], sin[:, :, rows])
+        asking = before if early else x
+        q = network.queries(layer, asking[:, rows], cos[:, :, rows], sin[:, :, rows])
         attended = F.scaled_dot_product_attention(
             torch.cat((q, extra_q[:, :, rows]), -1),
             torch.cat((k, extra_k), -1),
@@ -308,7 +312,7 @@ def answer_logits(network: Network, batch: Batch) -> tuple[Tensor, Tensor]:
             is_causal=not last,
             scale=scale,
         )
-        x = network.finish(layer, x[:, rows], attended[..., : shape.head_dim])
+        before, x = x, network.finish(layer, x[:, rows], attended[..., : shape.head_dim])
     # In `key : v v v .` the colon and the three values predict what follows them.
     offsets = torch.arange(asked).view(-1, corpus.FACT_TOKENS)
     logits = network.logits(x[:, offsets[:, 1 : 1 + ANSWER_TOKENS]])
@@ -317,10 +321,14 @@ def answer_logits(network: Network, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def learn(
-    network: Network, average: AveragedModel, optimizer: torch.optim.Optimizer, batch: Batch
+    network: Network,
+    average: AveragedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    early: bool = False,
 ) -> tuple[float, float]:
     """One step of the weights and of their average: (loss, part of the answers that were right)."""
-    logits, targets = answer_logits(network, batch)
+    logits, targets = answer_logits(network, batch, early)
     loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
     optimizer.zero_grad(set_to_none=True)
     loss.backward()

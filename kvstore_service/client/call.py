@@ -23,9 +23,9 @@ COMMIT_TIMEOUT_S = 120.0
 class Client:
     """Thread-safe. What it holds in the daemon lives until `close`."""
 
-    def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
+    def __init__(self, socket: str, broker: str, name: str, timeout_s: float, operator: bool = False) -> None:
         self._timeout_s = timeout_s
-        self._connection = BrokerConnection(broker, name, timeout_s)
+        self._connection = BrokerConnection(broker, name, timeout_s, operator)
         # A connection of its own: a shared one may still be backing off from a daemon that was gone.
         options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
@@ -34,12 +34,22 @@ class Client:
         self.rpc_count = 0
         _clients.add(self)
 
-    def require_serving(self) -> None:
-        """UNAVAILABLE unless the daemon answers and takes new work."""
+    @property
+    def draining(self) -> bool:
+        """Whether the daemon refuses new work; asks it. UNAVAILABLE if it does not answer."""
         request = health_pb2.HealthCheckRequest(service="")
         answer = self._call(health_pb2_grpc.HealthStub(self._channel).Check, request)
-        if answer.status != health_pb2.HealthCheckResponse.SERVING:
-            raise StoreError("UNAVAILABLE", "the daemon is draining")
+        return bool(answer.status != health_pb2.HealthCheckResponse.SERVING)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the daemon has ended this client's connection, and freed what it held. Costs no call."""
+        return self._connection.ended
+
+    def require_serving(self) -> None:
+        """UNAVAILABLE unless the daemon answers and takes new work."""
+        if self.draining:
+            raise StoreError("UNAVAILABLE", "the daemon is draining", reason="DRAINING")
 
     @property
     def closed(self) -> bool:

@@ -21,6 +21,11 @@ DRAM_BYTES_MIN = 4 << 20
 PREFIX = "KVSTORE_"
 
 
+def machine_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @dataclass(frozen=True)
 class Config:
     """What a daemon runs with. `origins` says where each value came from."""
@@ -35,6 +40,7 @@ class Config:
     copy_threads: int
     io_depth: int
     window: str
+    worker_bytes_max: int
     slots_max: int
     sessions_max: int
     metrics_addr: str
@@ -70,12 +76,13 @@ def _socket_path(value: Any) -> Path:
 
 
 def _dram_bytes(value: Any) -> int:
-    size_bytes = settings.size(DRAM_BYTES_MIN)(value)
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if size_bytes > machine_bytes:
-        raise ValueError(
-            f"{format_size(size_bytes)} is more than this machine's memory of {format_size(machine_bytes)}; write less"
-        )
+    return _of_the_machine(settings.size(DRAM_BYTES_MIN)(value))
+
+
+def _of_the_machine(size_bytes: int) -> int:
+    if size_bytes > machine_bytes():
+        machine = format_size(machine_bytes())
+        raise ValueError(f"{format_size(size_bytes)} is more than this machine's memory of {machine}; write less")
     return size_bytes
 
 
@@ -162,6 +169,13 @@ KEYS = (
     Key("copy_threads", lambda: "auto", _copy_threads, "copy threads; auto = cores - 1, from 1 to 4"),
     Key("io_depth", lambda: 64, settings.count(1, 4096), "reads in flight per copy thread"),
     Key("window", lambda: "auto", _window, "where windows lie: shm, or auto (the best available)"),
+    Key(
+        "worker_bytes_max",
+        lambda: format_size(machine_bytes() // 2),
+        lambda value: _of_the_machine(settings.size(1 << 20)(value)),
+        "most memory of a worker: window, staging and rings (default: half of the machine's)",
+        format_size,
+    ),
     Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),

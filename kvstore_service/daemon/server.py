@@ -15,30 +15,29 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grpc
 from kvstore_service.daemon import directories, logs, native
 from kvstore_service.daemon.config import Config, ConfigError, load, to_yaml
 from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.front import health
 from kvstore_service.daemon.front.broker import Broker, claim_path, socket_mode
 from kvstore_service.daemon.front.metrics import MetricsServer
-from kvstore_service.daemon.front.rpc import MESSAGE_BYTES_MAX, Gate, Replies
+from kvstore_service.daemon.front.replies import Replies
+from kvstore_service.daemon.front.rpc import Gate
+from kvstore_service.daemon.front.server import Server
 from kvstore_service.daemon.front.services import AdminService, StoreService
 from kvstore_service.daemon.store.registry import Worker
-from kvstore_service.daemon.store.state import WORKERS_MAX
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.shared.types import StoreError
 
 STORE_SERVICE = "kvstore.v1.StoreService"
 ADMIN_SERVICE = "kvstore.v1.AdminService"
-# Every worker's heartbeat stream holds a thread.
-RPC_THREADS_MAX = WORKERS_MAX + 32
 DRAIN_S = 3.0
 GRACE_S = 1.0
 
@@ -65,44 +64,42 @@ class Daemon:
         self.store = Store(config, catalog, self.data_plane)
         self._replies = Replies()
         self._broker = Broker(config.broker, config.peer_uids, self.store.workers.admit, self._release)
-        self._health = health.HealthServicer(experimental_non_blocking=True)
-        self._threads = ThreadPoolExecutor(RPC_THREADS_MAX, thread_name_prefix="rpc")
-        self._grpc = self._grpc_server()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._grpc = Server(self._gate, self._equip, descriptors // 4)
         self._metrics: MetricsServer | None = None
 
-    def _grpc_server(self) -> grpc.Server:
-        server = grpc.server(
-            self._threads,
-            interceptors=[
-                Gate(self.store.state.registry, self._replies, self.config.allow_uids, self.config.admin_uids)
-            ],
-            maximum_concurrent_rpcs=RPC_THREADS_MAX,
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
+    def _gate(self) -> Gate:
+        return Gate(self.store.state.registry, self._replies, self.config.allow_uids, self.config.admin_uids)
+
+    def _equip(self, server: grpc.aio.Server) -> None:
+        services = (STORE_SERVICE, ADMIN_SERVICE)
+        store_service_pb2_grpc.add_StoreServiceServicer_to_server(
+            StoreService(self.store, self._broker, self.config), server
         )
-        store_service = StoreService(self.store, self._broker, self.config)
-        admin_service = AdminService(self.store, self.config, os.getpid())
-        store_service_pb2_grpc.add_StoreServiceServicer_to_server(store_service, server)
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        return server
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminService(self.store, self.config, os.getpid()), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(
+            health.HealthService(services, self.store.state.draining.is_set), server
+        )
+        reflection.enable_server_reflection((ADMIN_SERVICE, health.SERVICE, reflection.SERVICE_NAME), server)
 
     def start(self) -> None:
         """Serves from here on."""
         self._broker.start()
         try:
-            self._grpc.add_insecure_port(f"unix:{self.config.socket}")
-            os.chmod(self.config.socket, socket_mode(self.config.peer_uids))
+            addresses: dict[str, grpc.ServerCredentials | None] = {f"unix:{self.config.socket}": None}
             if self.config.tcp != "off":
-                self._grpc.add_secure_port(self.config.tcp, _credentials(Path(self.config.tls)))
+                addresses[self.config.tcp] = _credentials(Path(self.config.tls))
+            self._grpc.listen(addresses)
+            os.chmod(self.config.socket, socket_mode(self.config.peer_uids))
             self._metrics = MetricsServer(self.config.metrics_addr, self.store.operation.counters)
         except (RuntimeError, OSError) as error:
             tcp = "" if self.config.tcp == "off" else f" or tcp={self.config.tcp}"
             raise StoreError(
                 "FAILED_PRECONDITION", f"cannot listen at socket={self.config.socket}{tcp}: {error}; give another one"
             ) from error
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        self._grpc.start()
+        self._grpc.serve()
 
     def ready_line(self) -> str:
         metrics = self._metrics.address if self._metrics else "off"
@@ -112,15 +109,13 @@ class Daemon:
     def drain(self, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Refuses new work and returns when no session is open, at the deadline, or when `hurry()`."""
         self.store.operation.drain()
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         deadline = time.monotonic() + timeout_s
         while self.store.state.registry.all() and time.monotonic() < deadline and not hurry():
             time.sleep(0.02)
 
     def close(self) -> None:
         """Ends connections, poisons what workers still hold, removes the sockets."""
-        self._grpc.stop(GRACE_S).wait(GRACE_S + 2.0)
-        self._threads.shutdown()
+        self._grpc.stop(GRACE_S)
         self._broker.close()
         if self._metrics is not None:
             self._metrics.close()
@@ -128,12 +123,8 @@ class Daemon:
         self.config.socket.unlink(missing_ok=True)
 
     def _release(self, worker: Worker) -> None:
-        self._replies.forget(worker)
+        self._replies.forget(worker.token)
         self.store.workers.release(worker)
-
-    def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
-        for service in ("", STORE_SERVICE, ADMIN_SERVICE):
-            self._health.set(service, status)
 
 
 def serve(make: Callable[[], Daemon]) -> int:

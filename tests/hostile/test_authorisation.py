@@ -30,7 +30,7 @@ from tests.service.test_rpc import make_certificates
 
 TENANT_UID, OUTSIDER_UID = 12345, 23456
 # With another's ids these find nothing or do nothing: they make something new, or ask about one's own.
-HARMLESS = {"RegisterWorker", "Heartbeat", "OpenSession", "LookupPrefix", "AbortPack"}
+HARMLESS = {"RegisterWorker", "OpenSession", "LookupPrefix", "AbortPack"}
 
 # These succeed or fail by the session alone.
 OF_A_SESSION = {"BindSlot", "ForkSession", "CloseSession"}

@@ -13,7 +13,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service.client import AdminClient, SidecarKey, StoreError
 from kvstore_service.client.connection import BrokerConnection
-from kvstore_service.daemon.front.rpc import IDEMPOTENCY_KEY_MAX, ITEMS_MAX, MESSAGE_BYTES_MAX
+from kvstore_service.daemon.front.replies import IDEMPOTENCY_KEY_MAX
+from kvstore_service.daemon.front.rpc import ITEMS_MAX, MESSAGE_BYTES_MAX
 from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.calls import METHODS, code_of, path_of
@@ -109,17 +110,6 @@ def test_sizes_are_bounded(daemon: Daemon, channel: grpc.Channel, name: str, req
         assert code_of(channel, store_method(name), payload, calls.token(connection.token)) == code
     connection.close()
     assert process.memory_info().rss - before_bytes < GROWTH_BYTES_MAX
-
-
-def test_a_stream_ends_at_the_first_message_that_is_none(daemon: Daemon, channel: grpc.Channel) -> None:
-    connection = BrokerConnection(daemon.broker, "beating", 10.0)
-    beats = iter([pb.HeartbeatRequest(sent_ns=7).SerializeToString(), calls.GARBAGE])
-    heartbeat = channel.stream_stream("/kvstore.v1.StoreService/Heartbeat")
-    answers = heartbeat(beats, timeout=10, metadata=calls.token(connection.token))
-    assert pb.HeartbeatResponse.FromString(next(answers)).sent_ns == 7
-    with pytest.raises(grpc.RpcError, match="cannot be decoded"):
-        next(answers)
-    connection.close()
 
 
 def test_declared_memory_costs_the_daemon_nothing(daemon: Daemon, channel: grpc.Channel) -> None:

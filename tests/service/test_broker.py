@@ -18,7 +18,7 @@ import pytest
 from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.front.broker import HELLO_S, TRANSFERS_MAX, Broker, claim_path, socket_mode
-from kvstore_service.daemon.store.registry import Registry, Worker
+from kvstore_service.daemon.store.registry import Limits, Registry, Worker
 from kvstore_service.shared import memory
 from tests.daemon_process import Daemon
 
@@ -30,7 +30,7 @@ class Desk:
         self.path = str(path)
         self.released: list[Worker] = []
         self.left = threading.Event()
-        self.sessions = Registry(8, 8, 8)
+        self.sessions = Registry(Limits(8, 8, 8, 8, 1 << 30, 1 << 30, workers=128, user_workers=128))
         self.broker = Broker(path, allow_uids, self.sessions.add_worker, self._release)
         self.broker.start()
 

@@ -1,6 +1,6 @@
 """The fd broker: a SEQPACKET socket that says who a peer is, and passes descriptors to it and from it.
 
-    {"verb": "hello", "name": N}       -> {"token": T}
+    {"verb": "hello", "name": N}       -> {"token": T}; with "role": "operator" for a peer that administers only
     {"verb": "take", "transfer": X}    -> {"count": C} + C descriptors
     {"verb": "offer"} + 1 descriptor   -> {"transfer": X}
     anything refused                   -> {"error": "..."}, and the connection ends if no hello came before it
@@ -66,14 +66,14 @@ class _Connection:
 class Broker:
     """One thread serves all connections; releases run beside it, so that a slow one delays nobody.
 
-    `admit(uid, pid, name)` makes a worker of a peer that said hello; `release(worker)` is called once, when its
-    connection has ended."""
+    `admit(uid, pid, name, operator)` makes a worker of a peer that said hello; `release(worker)` is called once, when
+    its connection has ended."""
 
     def __init__(
         self,
         path: Path,
         allow_uids: frozenset[int],
-        admit: Callable[[int, int, str], Worker],
+        admit: Callable[[int, int, str, bool], Worker],
         release: Callable[[Worker], None],
     ) -> None:
         self._path = path
@@ -239,17 +239,16 @@ class Broker:
             if verb != "hello" or fds:
                 raise StoreError("UNAUTHENTICATED", "say hello first")
             # Names stand in logs and in answers to operators.
-            return self._hello(
-                connection, re.sub(r"[^\w.:@-]", "?", str(message.get("name", ""))[:64], flags=re.ASCII)
-            ), []
+            name = re.sub(r"[^\w.:@-]", "?", str(message.get("name", ""))[:64], flags=re.ASCII)
+            return self._hello(connection, name, message.get("role") == "operator"), []
         if verb == "take":
             return self._take(connection, str(message.get("transfer", "")))
         if verb == "offer":
             return self._offer(connection, fds), []
         raise StoreError("INVALID_ARGUMENT", f"unknown verb {verb!r}; take or offer")
 
-    def _hello(self, connection: _Connection, name: str) -> dict[str, object]:
-        worker = self._admit(connection.uid, connection.pid, name)
+    def _hello(self, connection: _Connection, name: str, operator: bool) -> dict[str, object]:
+        worker = self._admit(connection.uid, connection.pid, name, operator)
         connection.worker = worker
         with self._lock:
             self._connections[worker.token] = connection

@@ -14,15 +14,14 @@ from contextlib import contextmanager
 from logging import ERROR, WARNING
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.config import Config
+from kvstore_service.daemon.config import Config, machine_bytes
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.logs import event
-from kvstore_service.daemon.store.registry import Binding, Registry, Worker
+from kvstore_service.daemon.store.registry import Binding, Limits, Registry, Worker
 from kvstore_service.daemon.store.uploads import Uploads
 from kvstore_service.shared.types import PackRef, PackRow, SidecarKey, StoreError
 
-WORKERS_MAX = 64
 IDLE_PACKS_MAX = 4096
 COUNTED = (
     "commit_exists", "commits", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
@@ -42,7 +41,10 @@ class State:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.open_packs = OpenPacks(plane, catalog, min(IDLE_PACKS_MAX, descriptors // 4))
         self.uploads = Uploads(plane, catalog, config.nvme_bytes, config.pack_tokens, config.extent_blocks)
-        self.registry = Registry(config.sessions_max, config.slots_max, WORKERS_MAX)
+        users = len(config.allow_uids)
+        self.registry = Registry(
+            Limits.shared(users, config.sessions_max, config.slots_max, config.worker_bytes_max, machine_bytes())
+        )
         self.draining = threading.Event()
         self._tenant_keys: dict[str, bytes] = {}
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
@@ -58,7 +60,7 @@ class State:
     def acting(self, worker: Worker, new: bool = False) -> Iterator[None]:
         """A worker's call; `new` ones are refused while draining."""
         if new and self.draining.is_set():
-            raise StoreError("UNAVAILABLE", "the daemon is draining", retry_after_s=5.0)
+            raise StoreError("UNAVAILABLE", "the daemon is draining", retry_after_s=5.0, reason="DRAINING")
         with worker.lock:
             if worker.gone:
                 raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended")

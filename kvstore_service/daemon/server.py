@@ -63,7 +63,9 @@ class Daemon:
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)
         self._replies = Replies()
-        self._broker = Broker(config.broker, config.peer_uids, self.store.workers.admit, self._release)
+        self._broker = Broker(
+            config.broker, config.peer_uids, config.admin_uids, self.store.workers.admit, self._release
+        )
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._grpc = Server(self._gate, self._equip, descriptors // 4)
         self._metrics: MetricsServer | None = None

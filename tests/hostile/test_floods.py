@@ -1,6 +1,7 @@
 """Whoever floods the daemon waits for itself: neighbours, operators and health are answered meanwhile."""
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,19 +13,27 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvstore_service.client import AdminClient, StoreClient, StoreError
+from kvstore_service._proto import store_service_pb2 as pb
+from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
+from kvstore_service.client import AdminClient, SidecarKey, StoreClient, StoreError
 from kvstore_service.client.connection import BrokerConnection
-from kvstore_service.daemon.front import lanes, rpc
+from kvstore_service.daemon.front import lanes, rpc, server
+from kvstore_service.daemon.front.broker import TRANSFER_BYTES_MAX
+from kvstore_service.daemon.store.indexes import SIDECARS_MAX
 from kvstore_service.daemon.store.registry import Limits
+from kvstore_service.shared import wire
 from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.calls import METHODS, path_of
+from tests.hostile.victim import Victim
 from tests.service.world import LAYOUT, candidate
 
 CALLS = 96  # of one kind
 ANSWER_S = 5.0  # generous: an answer that a flood holds up comes never
 HONEST_CLIENTS, SESSIONS_EACH = 50, 20
 WATCHES = 3000
+SIDECAR_BYTES = 256 << 20
+CONNECTIONS = 1600
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +223,78 @@ def test_health_cannot_be_watched_to_death(daemon: Daemon) -> None:
         with pytest.raises(grpc.RpcError, match="no service"):
             health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=ANSWER_S)
     all_are_served(daemon)
+
+
+def test_lookups_that_nobody_waits_for_end(daemon: Daemon) -> None:
+    """Fingerprints of megabytes are refused unread, and a lookup past its deadline stops between two candidates."""
+    process = psutil.Process(daemon.pid)
+    with StoreClient.connect(daemon.socket, daemon.broker, "asker", 10.0) as client:
+        metadata = calls.token(client._connection.token)
+        before_s = sum(process.cpu_times()[:2])
+        with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+            store = pb_grpc.StoreServiceStub(channel)
+            item = pb.PrefixCandidate(first_token=0, tokens=256, token_digest=b"d" * 32)
+            large = pb.LookupPrefixRequest(fingerprint=b"f" * (3 << 20), candidates=[item])
+            many = pb.LookupPrefixRequest(fingerprint=b"f" * 32, candidates=[item] * 16384)
+            for request in (large, many):
+                asked = [store.LookupPrefix.future(request, timeout=0.5, metadata=metadata) for _ in range(8)]
+                ends = {call.code().name for call in asked}
+                assert ends <= {"INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "OK"}
+        client.lookup_prefix(LAYOUT.fingerprint, [candidate(1)])
+        assert sum(process.cpu_times()[:2]) - before_s < 8.0
+
+
+def test_bytes_that_nobody_takes_are_bounded(daemon: Daemon) -> None:
+    """Sidecars that are asked for and left: refused beyond the limit, and never copied into the daemon itself."""
+    process = psutil.Process(daemon.pid)
+    with StoreClient.connect(daemon.socket, daemon.broker, "hoarder", 30.0) as client:
+        victim = Victim(client, number=31)
+        key = SidecarKey(victim.pack.pack_id, victim.pack.build, "large")
+        client.put_sidecar(key, bytes(SIDECAR_BYTES))
+        assert client.get_sidecar(key) == bytes(SIDECAR_BYTES)
+        before = process.memory_info()
+        metadata = calls.token(client._connection.token)
+        most = TRANSFER_BYTES_MAX // SIDECAR_BYTES
+        with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+            store = pb_grpc.StoreServiceStub(channel)
+            request = pb.GetSidecarRequest(key=wire.sidecar_key_to(key))
+            for _ in range(most):
+                store.GetSidecar(request, timeout=30, metadata=metadata)
+            with pytest.raises(grpc.RpcError, match="bytes of transfers"):
+                store.GetSidecar(request, timeout=30, metadata=metadata)
+            after = process.memory_info()
+            assert (after.rss - after.shared) - (before.rss - before.shared) < 32 << 20
+        assert client.lookup_prefix(LAYOUT.fingerprint, [candidate(31)])
+        victim.close()
+
+
+def test_sidecars_of_a_pack_are_bounded(daemon: Daemon) -> None:
+    with StoreClient.connect(daemon.socket, daemon.broker, "indexer", 30.0) as client:
+        victim = Victim(client, number=41)  # it has one sidecar
+        for number in range(SIDECARS_MAX - 1):
+            client.put_sidecar(SidecarKey(victim.pack.pack_id, victim.pack.build, "kind", bytes([number])), b"x")
+        with pytest.raises(StoreError, match="at most") as raised:
+            client.put_sidecar(SidecarKey(victim.pack.pack_id, victim.pack.build, "one more"), b"x")
+        assert (raised.value.code, raised.value.reason) == ("RESOURCE_EXHAUSTED", "LIMIT_REACHED")
+        client.put_sidecar(victim.key, b"again")  # what is there may be put again
+        for kind, parameters in (("k" * 65, b""), ("kind", b"p" * 65)):
+            with pytest.raises(StoreError, match=r"INVALID_ARGUMENT.*at most 64"):
+                client.put_sidecar(SidecarKey(victim.pack.pack_id, victim.pack.build, kind, parameters), b"x")
+        victim.check()
+        victim.close()
+
+
+def test_idle_connections_leave_room(daemon: Daemon) -> None:
+    """More connections than gRPC lets in, and none says a word: the broker and those who were there are served."""
+    with StoreClient.connect(daemon.socket, daemon.broker, "early", ANSWER_S) as early, contextlib.ExitStack() as stack:
+        assert not early.draining
+        for _ in range(CONNECTIONS):
+            peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            peer.settimeout(ANSWER_S)
+            with contextlib.suppress(OSError):  # the daemon may not let it in
+                peer.connect(daemon.socket)
+        BrokerConnection(daemon.broker, "late", ANSWER_S).close()
+        early.close_session(early.open_session(LAYOUT, 1024))
+        assert daemon.open_descriptors() < server.CONNECTIONS_MAX + 300
+        with StoreClient.connect(daemon.socket, daemon.broker, "late", server.HANDSHAKE_MS / 1e3 + 20.0) as late:
+            late.close_session(late.open_session(LAYOUT, 1024))  # as soon as the silent ones are dropped

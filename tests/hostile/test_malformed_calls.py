@@ -13,8 +13,9 @@ from google.protobuf.descriptor import MethodDescriptor
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service.client import AdminClient, SidecarKey, StoreError
 from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.daemon.front.fields import ITEMS_MAX
 from kvstore_service.daemon.front.replies import IDEMPOTENCY_KEY_MAX
-from kvstore_service.daemon.front.rpc import ITEMS_MAX, MESSAGE_BYTES_MAX
+from kvstore_service.daemon.front.rpc import MESSAGE_BYTES_MAX
 from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.calls import METHODS, code_of, path_of
@@ -96,8 +97,8 @@ def store_method(name: str) -> MethodDescriptor:
         ("BindSlot", pb.BindSlotRequest(windows=[pb.LaneWindow()] * (ITEMS_MAX + 1)), "INVALID_ARGUMENT"),
         ("BindSlot", pb.BindSlotRequest(windows=[pb.LaneWindow()] * 2_000_000), "INVALID_ARGUMENT"),
         ("AbortPack", pb.AbortPackRequest(idempotency_key="k" * (IDEMPOTENCY_KEY_MAX + 1)), "INVALID_ARGUMENT"),
-        ("DescribeSession", b"\x0a" + b"\x80\x80\x80\x01" + b"/" * (1 << 21), "NOT_FOUND"),
-        ("LookupPrefix", pb.LookupPrefixRequest(fingerprint=b"f" * (2 << 20)), "OK"),
+        ("DescribeSession", b"\x0a" + b"\x80\x80\x80\x01" + b"/" * (1 << 21), "INVALID_ARGUMENT"),
+        ("LookupPrefix", pb.LookupPrefixRequest(fingerprint=b"f" * (2 << 20)), "INVALID_ARGUMENT"),
     ],
     ids=["too long", "too many", "far too many", "long key", "long name", "long bytes"],
 )
@@ -133,11 +134,11 @@ def test_declared_memory_costs_the_daemon_nothing(daemon: Daemon, channel: grpc.
 
 def test_names_that_are_paths_stay_names(daemon: Daemon, victim: Victim) -> None:
     outside = set(daemon.data_dir.parent.iterdir())
-    for kind in ("../../outside", "/etc/passwd", "a\0b", "..", "x" * 4000):
-        key = SidecarKey(victim.pack.pack_id, victim.pack.build, kind, b"../" * 20)
+    for kind in ("../../outside", "/etc/passwd", "a\0b", "..", "x" * 64):
+        key = SidecarKey(victim.pack.pack_id, victim.pack.build, kind, b"../" * 16)
         victim.client.put_sidecar(key, kind.encode())
         assert victim.client.get_sidecar(key) == kind.encode()
-    for kind in ("map", ""):
+    for kind in ("map", "", "x" * 65):
         with pytest.raises(StoreError, match="INVALID_ARGUMENT"):
             victim.client.put_sidecar(SidecarKey(victim.pack.pack_id, victim.pack.build, kind), b"x")
     assert set(daemon.data_dir.parent.iterdir()) == outside

@@ -31,7 +31,7 @@ class Desk:
         self.released: list[Worker] = []
         self.left = threading.Event()
         self.sessions = Registry(Limits(8, 8, 8, 8, 1 << 30, 1 << 30, workers=128, user_workers=128))
-        self.broker = Broker(path, allow_uids, self.sessions.add_worker, self._release)
+        self.broker = Broker(path, allow_uids, frozenset(), self.sessions.add_worker, self._release)
         self.broker.start()
 
     def _release(self, worker: Worker) -> None:

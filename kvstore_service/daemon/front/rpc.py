@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from kvstore_service.daemon import logs
-from kvstore_service.daemon.front import health
+from kvstore_service.daemon.front import fields, health
 from kvstore_service.daemon.front.call import ANYBODY, Call, Caller
 from kvstore_service.daemon.front.lanes import OPEN, OPERATORS, STREAMS, WORKERS, Lane, Place
 from kvstore_service.daemon.front.replies import Replies
@@ -34,7 +34,6 @@ REQUEST_ID_ENTRY = "kvstore-request-id"
 DEADLINE_S_MAX = 24 * 3600.0
 REQUEST_S = 5.0  # for a request to come, once its turn is there
 MESSAGE_BYTES_MAX = 4 << 20
-ITEMS_MAX = 16384  # of a repeated message
 ERROR_LETTERS_MAX = 1000
 DOMAIN = "kvstore"
 _WORKERS = "/kvstore.v1.StoreService/"
@@ -93,12 +92,12 @@ class Gate(grpc.aio.ServerInterceptor):
                 call.deadline_s += _time_remaining(context, mandatory=lane is not self._open)
                 if lane is not self._open:
                     call.caller = self._judge(method, context)
-                async with lane.place(call.caller) as place:
+                async with lane.place(call.caller) as place, asyncio.timeout(call.time_remaining()):
                     if handler.request_streaming:
                         await _converse(handler, requests, context)
                     else:
                         await place.take_turn()
-                        request = await _only(requests, min(REQUEST_S, call.time_remaining()))
+                        request = await _only(requests)
                         answer = self._stream if handler.response_streaming else self._unary
                         await answer(call, handler, request, context, place)
                 took_s = time.monotonic() - call.began_s
@@ -109,6 +108,8 @@ class Gate(grpc.aio.ServerInterceptor):
                 raise
             except grpc.aio.AbortError:
                 raise
+            except TimeoutError:
+                await _refuse(call, StoreError("DEADLINE_EXCEEDED", "the call's deadline has passed"), context)
             except Exception as error:
                 await _refuse(call, error, context)
 
@@ -192,14 +193,14 @@ def _time_remaining(context: grpc.aio.ServicerContext, mandatory: bool) -> float
     return remaining_s
 
 
-async def _only(requests: AsyncIterator[bytes], timeout_s: float) -> bytes:
+async def _only(requests: AsyncIterator[bytes]) -> bytes:
     """The one request of a call. DEADLINE_EXCEEDED if it does not come, INVALID_ARGUMENT if there is none."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(REQUEST_S):
             return await anext(requests)
     except TimeoutError:
         raise StoreError(
-            "DEADLINE_EXCEEDED", f"no request came within {timeout_s:.1f} s", reason="REQUEST_MISSING"
+            "DEADLINE_EXCEEDED", f"no request came within {REQUEST_S:g} s", reason="REQUEST_MISSING"
         ) from None
     except StopAsyncIteration:
         raise StoreError("INVALID_ARGUMENT", "the call has no request") from None
@@ -221,9 +222,7 @@ def _decoded(handler: grpc.RpcMethodHandler, received: bytes) -> Message:
         request: Message = handler.request_deserializer(received)
     except DecodeError as error:
         raise StoreError("INVALID_ARGUMENT", f"the request cannot be decoded: {error}") from None
-    for field, items in request.ListFields():
-        if field.message_type is not None and not isinstance(items, Message) and len(items) > ITEMS_MAX:
-            raise StoreError("INVALID_ARGUMENT", f"{len(items)} {field.name}; at most {ITEMS_MAX}")
+    fields.check(request)
     return request
 
 

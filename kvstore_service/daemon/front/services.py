@@ -68,7 +68,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
 
     def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Call) -> pb.LookupPrefixResponse:
         candidates = [wire.candidate_of(item) for item in request.candidates]
-        packs = self._store.prefixes.lookup(context.worker, request.fingerprint, candidates)
+        packs = self._store.prefixes.lookup(context.worker, request.fingerprint, candidates, context.require_active)
         return pb.LookupPrefixResponse(packs=[wire.ref_to(ref) for ref in packs])
 
     def AttachPacks(self, request: pb.AttachPacksRequest, context: Call) -> pb.AttachPacksResponse:
@@ -112,17 +112,24 @@ class StoreService(pb_grpc.StoreServiceServicer):
                     "INVALID_ARGUMENT",
                     f"size {request.size}; it is what the descriptor has, {size_bytes} B, at most {SIDECAR_BYTES_MAX}",
                 )
-            with worker.lock:
-                content = memory.read(offered.fd)
+            with memory.mapped(offered.fd) as content:
                 self._store.indexes.put(worker, wire.sidecar_key_of(request.key), content)
         return pb.PutSidecarResponse()
 
     def GetSidecar(self, request: pb.GetSidecarRequest, context: Call) -> pb.GetSidecarResponse:
         worker = context.worker
-        content = self._store.indexes.get(worker, wire.sidecar_key_of(request.key))
-        transfer = self._broker.give(worker.token, [memory.of_bytes("kvstore-sidecar", content)])
+        key = wire.sidecar_key_of(request.key)
+        size_bytes = self._store.indexes.size(worker, key)
+        with self._broker.room(worker.token, size_bytes) as room:
+            context.require_active()
+            fd = self._store.indexes.get(worker, key)
+            try:
+                transfer = room.give([fd])
+            except StoreError:
+                os.close(fd)
+                raise
         shape = self._store.indexes.map_shape(request.key.pack_id) if request.key.kind == "map" else ()
-        return pb.GetSidecarResponse(transfer=transfer, size=len(content), shape=shape)
+        return pb.GetSidecarResponse(transfer=transfer, size=size_bytes, shape=shape)
 
     def HintImportance(self, request: pb.HintImportanceRequest, context: Call) -> pb.HintImportanceResponse:
         hints = [(wire.ref_of(item.pack), list(item.hot_records)) for item in request.packs]

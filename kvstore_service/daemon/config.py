@@ -86,6 +86,10 @@ def _of_the_machine(size_bytes: int) -> int:
     return size_bytes
 
 
+def _worker_bytes(value: Any) -> int:
+    return machine_bytes() // 2 if value == "half" else _of_the_machine(settings.size(1 << 20)(value))
+
+
 def _pack_tokens(value: Any) -> int:
     tokens = settings.count(HASH_BLOCK_TOKENS, PACK_TOKENS_MAX)(value)
     if tokens % HASH_BLOCK_TOKENS:
@@ -169,13 +173,7 @@ KEYS = (
     Key("copy_threads", lambda: "auto", _copy_threads, "copy threads; auto = cores - 1, from 1 to 4"),
     Key("io_depth", lambda: 64, settings.count(1, 4096), "reads in flight per copy thread"),
     Key("window", lambda: "auto", _window, "where windows lie: shm, or auto (the best available)"),
-    Key(
-        "worker_bytes_max",
-        lambda: format_size(machine_bytes() // 2),
-        lambda value: _of_the_machine(settings.size(1 << 20)(value)),
-        "most memory of a worker: window, staging and rings (default: half of the machine's)",
-        format_size,
-    ),
+    Key("worker_bytes_max", lambda: "half", _worker_bytes, "most memory of a worker, or half (of all)", format_size),
     Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),

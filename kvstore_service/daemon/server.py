@@ -21,18 +21,21 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvstore_service import __version__
 from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grpc
 from kvstore_service.daemon import directories, logs, native
 from kvstore_service.daemon.config import Config, ConfigError, load, to_yaml
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.front import health
 from kvstore_service.daemon.front.broker import Broker, claim_path, socket_mode
-from kvstore_service.daemon.front.metrics import MetricsServer
+from kvstore_service.daemon.front.latencies import Latencies
+from kvstore_service.daemon.front.metrics import Measures, registry
+from kvstore_service.daemon.front.metrics_server import MetricsServer
 from kvstore_service.daemon.front.replies import Replies
 from kvstore_service.daemon.front.rpc import Gate
 from kvstore_service.daemon.front.server import Server
 from kvstore_service.daemon.front.services import AdminService, StoreService
-from kvstore_service.daemon.store.registry import Worker
+from kvstore_service.daemon.store.registry import Limits, Worker
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.shared.types import StoreError
 
@@ -63,6 +66,7 @@ class Daemon:
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)
         self._replies = Replies()
+        self._latencies = Latencies()
         self._broker = Broker(
             config.broker, config.peer_uids, config.admin_uids, self.store.workers.admit, self._release
         )
@@ -71,7 +75,32 @@ class Daemon:
         self._metrics: MetricsServer | None = None
 
     def _gate(self) -> Gate:
-        return Gate(self.store.state.registry, self._replies, self.config.allow_uids, self.config.admin_uids)
+        return Gate(
+            self.store.state.registry,
+            self._replies,
+            self.config.allow_uids,
+            self.config.admin_uids,
+            self._latencies.observe,
+        )
+
+    def _measures(self) -> Measures:
+        config = self.config
+        limits = {
+            "dram_bytes": config.dram_bytes,
+            "nvme_bytes": config.nvme_bytes,
+            "sessions_max": config.sessions_max,
+            "slots_max": config.slots_max,
+            "workers_max": Limits.workers,
+        }
+        plane = getattr(self.data_plane, "histograms", dict)
+        return Measures(
+            self.store.operation.counters,
+            limits,
+            self.store.operation.users,
+            self._latencies.histograms,
+            plane,
+            __version__,
+        )
 
     def _equip(self, server: grpc.aio.Server) -> None:
         services = (STORE_SERVICE, ADMIN_SERVICE)
@@ -95,7 +124,7 @@ class Daemon:
                 addresses[self.config.tcp] = _credentials(Path(self.config.tls))
             self._grpc.listen(addresses)
             os.chmod(self.config.socket, socket_mode(self.config.peer_uids))
-            self._metrics = MetricsServer(self.config.metrics_addr, self.store.operation.counters)
+            self._metrics = MetricsServer(self.config.metrics_addr, registry(self._measures()))
         except (RuntimeError, OSError) as error:
             tcp = "" if self.config.tcp == "off" else f" or tcp={self.config.tcp}"
             raise StoreError(

@@ -218,6 +218,17 @@ class Registry:
         with self._lock:
             return list(self._workers.values())
 
+    def users(self) -> dict[int, dict[str, int]]:
+        """Per user id: its workers, their memory and their sessions."""
+        found: dict[int, dict[str, int]] = {}
+        for worker in self.workers():
+            if not worker.operator:
+                of = found.setdefault(worker.uid, {"user_workers": 0, "user_worker_bytes": 0, "user_sessions": 0})
+                of["user_workers"] += 1
+                of["user_worker_bytes"] += worker.memory_bytes
+                of["user_sessions"] += len(worker.sessions)
+        return found
+
     def all(self) -> list[Session]:
         with self._lock:
             return list(self._sessions.values())

@@ -1,6 +1,7 @@
 """The daemon's configuration: YAML file < environment KVSTORE_* < flags, validated once."""
 
 import argparse
+import grp
 import os
 import ssl
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ class Config:
     metrics_addr: str
     allow_uids: frozenset[int]
     admin_uids: frozenset[int]
+    socket_group: int | None
     log_format: str
     log_level: str
     tcp: str
@@ -142,6 +144,19 @@ def _admin_uids(value: Any) -> frozenset[int]:
     return _uids(value) | {0} if value == "own" else _uids(value)
 
 
+def _group(value: Any) -> int | None:
+    if value is None or value == "none":
+        return None
+    try:
+        return int(value) if str(value).isdecimal() else grp.getgrnam(str(value)).gr_gid
+    except KeyError:
+        raise ValueError("no group has this name; write the name or the id of one, or none") from None
+
+
+def _show_group(group: int | None) -> str:
+    return "none" if group is None else str(group)
+
+
 def _show_uids(uids: frozenset[int]) -> str:
     return ",".join(map(str, sorted(uids)))
 
@@ -179,6 +194,13 @@ KEYS = (
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),
     Key("allow_uids", lambda: "own", _uids, "user ids whose workers are served: own, or 0,1000", _show_uids),
     Key("admin_uids", lambda: "own", _admin_uids, "who may administer: own (and root), or 0,1000", _show_uids),
+    Key(
+        "socket_group",
+        lambda: "none",
+        _group,
+        "group that may connect (needed by uids of others): name or id",
+        _show_group,
+    ),
     Key("log_format", lambda: "text", settings.choice(*logs.FORMATS), "lines on stderr: text (key=value) or json"),
     Key("log_level", lambda: "info", settings.choice(*logs.LEVELS), "least serious event that is logged"),
     Key("tcp", lambda: "off", _address, "HOST:PORT of AdminService over mutual TLS, or off"),
@@ -211,7 +233,19 @@ def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Co
         raise ConfigError(f"broker={config.broker}: the same path as socket; give each its own")
     if config.tcp != "off" and config.tls == "off":
         raise ConfigError(f"tcp={config.tcp}: needs mutual TLS; set tls to the directory of the certificates")
+    _check_group(config)
     return config
+
+
+def _check_group(config: Config) -> None:
+    """Others reach the sockets through a group; root needs none."""
+    others = config.peer_uids - {os.getuid(), 0}
+    if others and config.socket_group is None:
+        raise ConfigError(
+            f"user ids {_show_uids(others)} could not reach the sockets; set socket_group to a group of theirs and ours"
+        )
+    if config.socket_group not in (None, os.getegid(), *os.getgroups()) and os.geteuid() != 0:
+        raise ConfigError(f"socket_group={config.socket_group}: this user is not in it; write one of its groups")
 
 
 def to_yaml(config: Config) -> str:

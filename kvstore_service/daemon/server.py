@@ -27,7 +27,7 @@ from kvstore_service.daemon import directories, logs, native
 from kvstore_service.daemon.config import Config, ConfigError, load, to_yaml
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.front import health
-from kvstore_service.daemon.front.broker import Broker, claim_path, socket_mode
+from kvstore_service.daemon.front.broker import Broker, claim_path, open_to
 from kvstore_service.daemon.front.latencies import Latencies
 from kvstore_service.daemon.front.metrics import Measures, registry
 from kvstore_service.daemon.front.metrics_server import MetricsServer
@@ -68,7 +68,12 @@ class Daemon:
         self._replies = Replies()
         self._latencies = Latencies()
         self._broker = Broker(
-            config.broker, config.peer_uids, config.admin_uids, self.store.workers.admit, self._release
+            config.broker,
+            config.peer_uids,
+            config.admin_uids,
+            config.socket_group,
+            self.store.workers.admit,
+            self._release,
         )
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._grpc = Server(self._gate, self._equip, descriptors // 4)
@@ -123,7 +128,7 @@ class Daemon:
             if self.config.tcp != "off":
                 addresses[self.config.tcp] = _credentials(Path(self.config.tls))
             self._grpc.listen(addresses)
-            os.chmod(self.config.socket, socket_mode(self.config.peer_uids))
+            open_to(self.config.socket, self.config.socket_group)
             self._metrics = MetricsServer(self.config.metrics_addr, registry(self._measures()))
         except (RuntimeError, OSError) as error:
             tcp = "" if self.config.tcp == "off" else f" or tcp={self.config.tcp}"
@@ -193,6 +198,7 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
             return 0
         config = load(arguments)
         logs.start(config.log_format, config.log_level)
+        os.umask(0o077)  # sockets are created before their mode can be set
         _raise_descriptor_limit()
         return serve(lambda: make(config))
     except ConfigError as error:

@@ -220,7 +220,7 @@ def test_another_user_is_refused_whatever_it_sends(tmp_path: Path) -> None:
         pytest.skip("needs root, to start a process as another user")
     folder = tmp_path / "run"
     folder.mkdir()
-    desk = Desk(folder / "broker.sock", frozenset({0, 4242}))
+    desk = Desk(folder / "broker.sock", frozenset({0, 4242}), group=4343)
     script = (
         "import os, socket, sys\n"
         "peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"

@@ -124,12 +124,14 @@ class Broker:
         path: Path,
         allow_uids: frozenset[int],
         admin_uids: frozenset[int],
+        group: int | None,
         admit: Callable[[int, int, str, bool], Worker],
         release: Callable[[Worker], None],
     ) -> None:
         self._path = path
         self._allow_uids = allow_uids
         self._admin_uids = admin_uids
+        self._group = group
         self._admit = admit
         self._release = release
         self._lock = threading.Lock()
@@ -145,7 +147,7 @@ class Broker:
 
     def start(self) -> None:
         self._listener.bind(str(self._path))
-        os.chmod(self._path, socket_mode(self._allow_uids))
+        open_to(self._path, self._group)
         self._listener.listen(CONNECTIONS_MAX)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._waker, selectors.EVENT_READ)
@@ -396,9 +398,12 @@ def claim_path(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def socket_mode(allow_uids: frozenset[int]) -> int:
-    """Open to others only if some are allowed; each is then judged by its credentials or its token."""
-    return 0o600 if allow_uids == {os.getuid()} else 0o666
+def open_to(path: Path, group: int | None) -> None:
+    """Lets the group's members connect, or nobody but the owner (and root)."""
+    os.chmod(path, 0o600)
+    if group is not None:
+        os.chown(path, -1, group)
+        os.chmod(path, 0o660)
 
 
 def _parse(text: bytes) -> dict[str, object]:

@@ -225,6 +225,12 @@ def _common(suppress: bool) -> Parser:
     flags.add_argument(
         "--broker", default=default(None), help="its broker socket (default: broker.sock beside the gRPC socket)"
     )
+    flags.add_argument(
+        "--tcp", default=default(None), metavar="HOST:PORT", help="ask another machine's daemon over TLS (needs --tls)"
+    )
+    flags.add_argument(
+        "--tls", default=default(None), metavar="DIR", help="directory with ca.crt, client.crt and client.key"
+    )
     flags.add_argument("--format", choices=("table", "json"), default=default("table"), help="(default: table)")
     flags.add_argument(
         "--timeout", type=_seconds, default=default(10.0), metavar="S", help="deadline of a call (default: 10)"
@@ -295,6 +301,8 @@ def _usage_error(arguments: argparse.Namespace) -> str:
         return "evict needs packs or --unused"
     if arguments.command is evict and arguments.older_than and not arguments.unused:
         return "--older-than chooses among --unused; give both"
+    if bool(arguments.tcp) != bool(arguments.tls):
+        return "--tcp and --tls belong together; give both"
     return "--timeout 0: write seconds above 0" if not arguments.timeout else ""
 
 
@@ -312,9 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvctl: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    broker = arguments.broker or _broker_beside(arguments.socket)
     try:
-        with AdminClient.connect(arguments.socket, broker, arguments.timeout) as client:
+        with _connected(arguments) as client:
             command: Command = arguments.command
             return command(client, Output(arguments.format == "json"), arguments)
     except StoreError as error:
@@ -325,6 +332,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _connected(arguments: argparse.Namespace) -> AdminClient:
+    if arguments.tcp:
+        return AdminClient.connect_tls(arguments.tcp, arguments.tls, arguments.timeout)
+    broker = arguments.broker or _broker_beside(arguments.socket)
+    return AdminClient.connect(arguments.socket, broker, arguments.timeout)
 
 
 def _broker_beside(socket: str) -> str:

@@ -62,7 +62,7 @@ def commands() -> str:
     for choice in found._choices_actions:
         usage = found.choices[choice.dest].format_usage().removeprefix("usage: ").split()
         own = " ".join(usage[2:])
-        shown = re.sub(r"^\[-h\]|\[--(socket|broker|timeout) \w+\]|\[--format {table,json}\]", "", own)
+        shown = re.sub(r"^\[-h\]|\[--(socket|broker|tcp|tls|timeout) [\w:]+\]|\[--format {table,json}\]", "", own)
         rows.append((f"`kvctl {choice.dest} {' '.join(shown.split())}`".replace(" `", "`"), choice.help or ""))
     return table(("command", "what it does"), rows)
 

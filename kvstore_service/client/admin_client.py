@@ -3,26 +3,48 @@
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
 
 from kvstore_service._proto import admin_service_pb2 as admin_pb
 from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
-from kvstore_service.client.call import COMMIT_TIMEOUT_S, Client
+from kvstore_service.client.call import CHANNEL_OPTIONS, COMMIT_TIMEOUT_S, Client, local_channel
+from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.shared.settings import default_broker, default_socket
+from kvstore_service.shared.types import StoreError
 
 VERIFY_TIMEOUT_S = 3600.0
+TLS_FILES = ("ca.crt", "client.crt", "client.key")
 
 
 class AdminClient(Client):
     """An operator's view of the daemon; answers are messages of admin_service.proto."""
 
-    def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
-        super().__init__(socket, broker, name, timeout_s, operator=True)
+    def __init__(self, channel: grpc.Channel, connection: BrokerConnection | None, timeout_s: float) -> None:
+        super().__init__(channel, connection, timeout_s)
         self._stub = admin_grpc.AdminServiceStub(self._channel)
 
     @classmethod
     def connect(cls, socket: str | None = None, broker: str | None = None, timeout_s: float = 10.0) -> "AdminClient":
         """UNAVAILABLE if no daemon answers, PERMISSION_DENIED if it refuses this user."""
-        return cls(socket or default_socket(), broker or default_broker(), f"admin-{os.getpid()}", timeout_s)
+        connection = BrokerConnection(broker or default_broker(), f"admin-{os.getpid()}", timeout_s, operator=True)
+        return cls(local_channel(socket or default_socket()), connection, timeout_s)
+
+    @classmethod
+    def connect_tls(cls, address: str, directory: str | os.PathLike[str], timeout_s: float = 10.0) -> "AdminClient":
+        """A daemon's `tcp` address, HOST:PORT; its certificate has to be for HOST. `directory` holds ca.crt, client.crt
+        and client.key, and one of the certificate's names stands in the daemon's `tls_subjects`.
+
+        FAILED_PRECONDITION if a file cannot be read; UNAVAILABLE if no daemon answers that knows the certificate."""
+        try:
+            ca, certificate, key = ((Path(directory) / name).read_bytes() for name in TLS_FILES)
+        except OSError as error:
+            raise StoreError(
+                "FAILED_PRECONDITION", f"{error.filename}: {error.strerror}; the directory holds {', '.join(TLS_FILES)}"
+            ) from error
+        credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+        return cls(grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS), None, timeout_s)
 
     def get_status(self) -> admin_pb.GetStatusResponse:
         response: admin_pb.GetStatusResponse = self._call(self._stub.GetStatus, admin_pb.GetStatusRequest())
@@ -83,6 +105,8 @@ class AdminClient(Client):
     @property
     def token(self) -> str:
         """What other gRPC clients send as metadata `kvstore-token`; it is valid until `close`."""
+        if self._connection is None:
+            raise StoreError("FAILED_PRECONDITION", "over TLS the certificate says who calls; there is no token")
         return self._connection.token
 
     def drain(self) -> None:

@@ -23,15 +23,22 @@ COMMIT_TIMEOUT_S = 120.0
 RECONNECT_S = 0.05
 
 
+# A connection of its own: a shared one may still be backing off from a daemon that was gone.
+CHANNEL_OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+
+
+def local_channel(socket: str) -> grpc.Channel:
+    return grpc.insecure_channel(f"unix:{socket}", options=CHANNEL_OPTIONS)
+
+
 class Client:
     """Thread-safe. What it holds in the daemon lives until `close`."""
 
-    def __init__(self, socket: str, broker: str, name: str, timeout_s: float, operator: bool = False) -> None:
+    def __init__(self, channel: grpc.Channel, connection: BrokerConnection | None, timeout_s: float) -> None:
+        """Takes both over. `connection` says who calls; on another machine the channel's certificate does."""
         self._timeout_s = timeout_s
-        self._connection = BrokerConnection(broker, name, timeout_s, operator)
-        # A connection of its own: a shared one may still be backing off from a daemon that was gone.
-        options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
+        self._connection = connection
+        self._channel = channel
         self._count_lock = threading.Lock()
         self._closed = False
         self.rpc_count = 0
@@ -46,8 +53,10 @@ class Client:
 
     @property
     def gone(self) -> bool:
-        """Whether the daemon has ended this client's connection, and freed what it held. Costs no call."""
-        return self._connection.ended
+        """Whether the daemon has ended this client's connection, and freed what it held. Costs no call.
+
+        Of another machine's daemon nothing is held, and it counts as gone when it does not answer."""
+        return self._connection is None or self._connection.ended
 
     def require_serving(self) -> None:
         """UNAVAILABLE unless the daemon answers and takes new work."""
@@ -63,7 +72,8 @@ class Client:
         if not self._closed:
             self._closed = True
             self._channel.close()
-            self._connection.close()
+            if self._connection is not None:
+                self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +84,8 @@ class Client:
         self.close()
 
     def _metadata(self, request_id: str) -> tuple[tuple[str, str], ...]:
-        return (("kvstore-token", self._connection.token), ("kvstore-request-id", request_id))
+        token = () if self._connection is None else (("kvstore-token", self._connection.token),)
+        return (*token, ("kvstore-request-id", request_id))
 
     def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None = None) -> Any:
         """One call with a deadline. Within it the call is made again if the daemon was too busy to take it, or if the

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
-from kvstore_service.client.call import COMMIT_TIMEOUT_S, Client
+from kvstore_service.client.call import COMMIT_TIMEOUT_S, Client, local_channel
+from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.shared import memory, wire
 from kvstore_service.shared.settings import default_broker, default_socket
 from kvstore_service.shared.types import (
@@ -64,8 +65,11 @@ class PackImportance:
 class StoreClient(Client):
     """A decode worker's view of the daemon. Thread-safe; the worker lives in the daemon until `close`."""
 
+    _connection: BrokerConnection
+
     def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
-        super().__init__(socket, broker, name, timeout_s)
+        connection = BrokerConnection(broker, name, timeout_s)
+        super().__init__(local_channel(socket), connection, timeout_s)
         self._stub = pb_grpc.StoreServiceStub(self._channel)
 
     @classmethod

@@ -52,6 +52,7 @@ class Config:
     log_level: str
     tcp: str
     tls: str
+    tls_subjects: frozenset[str]
     origins: Mapping[str, str]
 
     @property
@@ -161,6 +162,16 @@ def _show_uids(uids: frozenset[int]) -> str:
     return ",".join(map(str, sorted(uids)))
 
 
+def _subjects(value: Any) -> frozenset[str]:
+    items = value if isinstance(value, list) else str(value).split(",")
+    names = frozenset(str(item).strip() for item in items if item is not None)
+    return frozenset() if names == {"none"} or value is None else names - {""}
+
+
+def _show_subjects(subjects: frozenset[str]) -> str:
+    return ",".join(sorted(subjects)) or "none"
+
+
 def _tls(value: Any) -> str:
     if value is False or value in ("off", ""):
         return "off"
@@ -205,6 +216,13 @@ KEYS = (
     Key("log_level", lambda: "info", settings.choice(*logs.LEVELS), "least serious event that is logged"),
     Key("tcp", lambda: "off", _address, "HOST:PORT of AdminService over mutual TLS, or off"),
     Key("tls", lambda: "off", _tls, "directory with ca.crt, server.crt, server.key (needed by tcp)"),
+    Key(
+        "tls_subjects",
+        lambda: "none",
+        _subjects,
+        "names of certificates that may administer over tcp: CN or SAN",
+        _show_subjects,
+    ),
 )
 NAMES = tuple(key.name for key in KEYS)
 assert (*NAMES, "origins") == tuple(field.name for field in fields(Config))
@@ -233,6 +251,10 @@ def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Co
         raise ConfigError(f"broker={config.broker}: the same path as socket; give each its own")
     if config.tcp != "off" and config.tls == "off":
         raise ConfigError(f"tcp={config.tcp}: needs mutual TLS; set tls to the directory of the certificates")
+    if config.tcp != "off" and not config.tls_subjects:
+        raise ConfigError(
+            f"tcp={config.tcp}: nobody may use it; set tls_subjects to the names of operators' certificates"
+        )
     _check_group(config)
     return config
 

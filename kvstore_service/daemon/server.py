@@ -85,6 +85,7 @@ class Daemon:
             self._replies,
             self.config.allow_uids,
             self.config.admin_uids,
+            self.config.tls_subjects,
             self._latencies.observe,
         )
 

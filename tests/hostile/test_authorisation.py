@@ -56,6 +56,7 @@ def port() -> int:
 def daemon(tmp_path_factory: pytest.TempPathFactory, certificates: Path, port: int) -> Iterator[Daemon]:
     options = (
         "--nvme-bytes=1GiB", "--copy-threads=1", f"--tcp=127.0.0.1:{port}", f"--tls={certificates}",
+        "--tls-subjects=ops",
         f"--allow-uids={os.getuid()},{TENANT_UID}", f"--socket-group={GROUP}", "--log-level=debug",
     )  # fmt: skip
     shared = Daemon(tmp_path_factory.mktemp("shared"), options=options)

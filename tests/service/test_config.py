@@ -38,6 +38,7 @@ def test_flags_may_be_spelled_with_underscores() -> None:
         (["--dram-bytes=8 parsecs"], {}, ["dram_bytes", "8 parsecs", "GiB"]),
         (["--metrics-addr=0.0.0.0:1"], {}, ["metrics_addr", "loopback"]),
         (["--tcp=0.0.0.0:7000"], {}, ["tcp", "tls"]),
+        (["--tcp=0.0.0.0:7000", "--tls=/"], {}, ["tls", "ca.crt"]),
         (["--window=gdr"], {}, ["window", "gdr", "shm"]),
         (["--allow-uids=root"], {}, ["allow_uids", "root"]),
         (["--allow-uids=own,12345"], {}, ["allow_uids", "own"]),

@@ -1,5 +1,6 @@
 """What holds for every call: token, deadline, idempotency, rich errors, limits; health and reflection."""
 
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvstore_service import kvctl
 from kvstore_service._proto import admin_service_pb2 as admin_pb
 from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
@@ -181,32 +183,45 @@ def openssl(directory: Path, *arguments: str) -> None:
 
 
 def make_certificates(directory: Path) -> None:
-    """A CA, and a certificate for the server and for a client, both of it."""
+    """A CA, and of it a certificate for the server, for an operator (`client`) and for somebody else (`guest`)."""
     openssl(directory, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.crt",
             "-days", "2", "-subj", "/CN=test-ca")  # fmt: skip
-    for name in ("server", "client"):
+    names = {"server": ("localhost", "localhost"), "client": ("ops", "ops.example"), "guest": ("guest", "ops.guest")}
+    for name, (common, alternative) in names.items():
         openssl(directory, "req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr",
-                "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")  # fmt: skip
+                "-subj", f"/CN={common}", "-addext", f"subjectAltName=DNS:{alternative}")  # fmt: skip
         openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key",
                 "-CAcreateserial", "-out", f"{name}.crt", "-days", "2", "-copy_extensions", "copy")  # fmt: skip
 
 
-def test_tcp_serves_operators_with_a_certificate_only(tmp_path: Path) -> None:
-    import socket
-
+@pytest.mark.parametrize("subject", ["ops", "ops.example"])
+def test_tcp_serves_operators_by_the_name_in_their_certificate(tmp_path: Path, subject: str) -> None:
     make_certificates(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ca = (tmp_path / "ca.crt").read_bytes()
-    options = ("--copy-threads=1", f"--tcp=127.0.0.1:{port}", f"--tls={tmp_path}")
-    with Daemon(tmp_path, options=options):
-        anonymous = grpc.ssl_channel_credentials(ca)
-        with grpc.secure_channel(f"localhost:{port}", anonymous) as channel:
-            admin = admin_grpc.AdminServiceStub(channel)
+    address = f"localhost:{port}"
+    tls = (f"--tcp=127.0.0.1:{port}", f"--tls={tmp_path}", f"--tls-subjects=other,{subject}")
+    with Daemon(tmp_path, options=("--copy-threads=1", *tls)):
+        with grpc.secure_channel(address, grpc.ssl_channel_credentials(ca)) as anonymous:
+            admin = admin_grpc.AdminServiceStub(anonymous)
             assert code_of(lambda: admin.GetStatus(admin_pb.GetStatusRequest(), timeout=5)) == "UNAVAILABLE"
-        key, certificate = (tmp_path / "client.key").read_bytes(), (tmp_path / "client.crt").read_bytes()
-        with grpc.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(ca, key, certificate)) as channel:
-            admin, store = admin_grpc.AdminServiceStub(channel), pb_grpc.StoreServiceStub(channel)
-            assert admin.GetStatus(admin_pb.GetStatusRequest(), timeout=5).state == "serving"
+        with AdminClient.connect_tls(address, tmp_path) as client:
+            assert client.get_status().state == "serving"
+            assert list(client.list_packs()) == []
+            assert list(client.verify()) == []
+            store = pb_grpc.StoreServiceStub(client._channel)
             assert code_of(lambda: store.OpenSession(open_request(), timeout=5)) == "PERMISSION_DENIED"
+            with pytest.raises(StoreError, match="no token"):
+                _ = client.token
+        assert kvctl.main(["--tcp", address, "--tls", str(tmp_path), "status"]) == 0
+        for name in ("crt", "key"):
+            (tmp_path / f"guest.{name}").replace(tmp_path / f"client.{name}")
+        with AdminClient.connect_tls(address, tmp_path) as guest, pytest.raises(StoreError) as raised:
+            guest.get_status()
+        assert (raised.value.code, raised.value.reason) == ("PERMISSION_DENIED", "SUBJECT_REFUSED")
+        assert "ops.guest" in raised.value.message
+        (tmp_path / "client.key").unlink()
+        with pytest.raises(StoreError, match=r"client\.key"):
+            AdminClient.connect_tls(address, tmp_path)

@@ -54,6 +54,7 @@ class Gate(grpc.aio.ServerInterceptor):
         replies: Replies,
         worker_uids: frozenset[int],
         admin_uids: frozenset[int],
+        tls_subjects: frozenset[str],
         observe: Callable[[str, float], None] = lambda method, took_s: None,
     ) -> None:
         """`observe(method, seconds)` is called for every call that was answered."""
@@ -61,6 +62,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._replies = replies
         self._worker_uids = worker_uids
         self._admin_uids = admin_uids
+        self._tls_subjects = tls_subjects
         self._observe = observe
         self._workers = Lane("rpc", WORKERS)
         self._operators = Lane("operator", OPERATORS)
@@ -165,7 +167,7 @@ class Gate(grpc.aio.ServerInterceptor):
             # Beyond the machine the peer is known by its certificate, and descriptors cannot reach it.
             if method.startswith(_WORKERS):
                 raise StoreError("PERMISSION_DENIED", "StoreService is not served over TCP")
-            return Caller(f"tls {context.peer()}", -1)
+            return Caller(f"tls {self._subject(context)}", -1)
         token = dict(context.invocation_metadata() or ()).get(TOKEN_ENTRY)
         if not token:
             raise StoreError(
@@ -180,6 +182,23 @@ class Gate(grpc.aio.ServerInterceptor):
         if method.startswith(_ADMIN) and peer.uid not in self._admin_uids:
             raise StoreError("PERMISSION_DENIED", f"user id {peer.uid} is not in admin_uids", reason="UID_REFUSED")
         return Caller(peer.token, peer.uid, peer)
+
+    def _subject(self, context: grpc.aio.ServicerContext) -> str:
+        """Which of the names of the peer's certificate may administer. PERMISSION_DENIED."""
+        known: dict[str, list[bytes]] = context.auth_context() or {}
+        names = [
+            name.decode(errors="replace")
+            for key in ("x509_common_name", "x509_subject_alternative_name")
+            for name in known.get(key, ())
+        ]
+        for name in names:
+            if name in self._tls_subjects:
+                return name
+        raise StoreError(
+            "PERMISSION_DENIED",
+            f"certificate of {names}: none of its names is in tls_subjects",
+            reason="SUBJECT_REFUSED",
+        )
 
 
 def _time_remaining(context: grpc.aio.ServicerContext, mandatory: bool) -> float:

@@ -20,6 +20,8 @@ check: setup
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cc')
+	@.venv/bin/buf lint
+	@.venv/bin/buf breaking --against proto/baseline.binpb
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --no-cache
 

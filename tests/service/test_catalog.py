@@ -43,38 +43,105 @@ def test_rows_survive_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
-def test_files_without_a_row_are_removed(tmp_path: Path) -> None:
+def test_files_without_a_row_are_removed_and_foreign_ones_are_not_touched(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
     row = pack_row(catalog, 1)
     catalog.commit_packs([row])
     lost = pack_row(catalog, 2)
-    (catalog.sidecars_dir / "half.partial").write_bytes(b"y")
+    half = f"{'ab' * 32}-{'cd' * 8}.partial"
+    (catalog.sidecars_dir / half).write_bytes(b"y")
     catalog.close()
+    foreign = [b"notes.pack", b"lost+found/x", b"not \xff utf-8", b"core", f"{'ef' * 32}-{'ab' * 16}.pack/x".encode()]
+    for name in foreign:
+        path = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), b"packs", name)))
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+    os.mkfifo(tmp_path / "sidecars" / f"{'01' * 32}-{'cd' * 8}.sidecar")
     again = Catalog(tmp_path)
-    assert sorted(again.removed) == [lost.file, "half.partial"]
-    assert [path.name for path in again.packs_dir.iterdir()] == [row.file]
+    assert sorted(again.removed) == sorted([lost.file, half])
+    assert again.quarantined == []
+    assert not (again.packs_dir / lost.file).exists()
+    assert len(list(again.packs_dir.iterdir())) == 1 + len(foreign)
+    assert again.served(row.ref.pack_id) == row
+    assert len(list(again.sidecars_dir.iterdir())) == 1
     again.close()
 
 
-@pytest.mark.parametrize("damage", ["gone", "short"])
-def test_rows_without_their_file_are_reported_not_served_and_replaced(tmp_path: Path, damage: str) -> None:
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_lost_catalogue_costs_no_file(tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path)) as catalog:
+        rows = [pack_row(catalog, name) for name in (1, 2)]
+        catalog.commit_packs(rows)
+        sidecars.write(catalog, SidecarKey(rows[0].ref.pack_id, rows[0].ref.build, "hash"), b"index")
+        held = names(catalog.packs_dir) + names(catalog.sidecars_dir)
+    (tmp_path / "catalog.sqlite").unlink()
+    with closing(Catalog(tmp_path)) as catalog:
+        assert (catalog.removed, sorted(catalog.quarantined)) == ([], sorted(held))
+        assert names(tmp_path / "quarantine") == sorted(held)
+        catalog.commit_packs([pack_row(catalog, 3)])
+    with closing(Catalog(tmp_path)) as catalog:  # from now on it judges its own
+        stray = pack_row(catalog, 4)
+    with closing(Catalog(tmp_path)) as catalog:
+        assert (catalog.removed, catalog.quarantined) == ([stray.file], [])
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_catalogue_restored_from_an_older_copy_costs_no_file(tmp_path: Path, killed: bool) -> None:
+    """Also if the copy was made while this daemon ran, and the daemon was killed since."""
+    data, copy = tmp_path / "data", tmp_path / "copy"
+    catalog = Catalog(data)
+    old = pack_row(catalog, 1)
+    catalog.commit_packs([old])
+    catalog._db.execute("VACUUM INTO ?", (str(copy),))
+    new = pack_row(catalog, 2)
+    catalog.commit_packs([new])
+    if killed:  # a lock and a connection that nobody ends
+        os.close(catalog._directory_lock)
+        catalog._db.close()
+    else:
+        catalog.close()
+    for path in data.glob("catalog.sqlite*"):
+        path.unlink()
+    copy.rename(data / "catalog.sqlite")
+    with closing(Catalog(data)) as catalog:
+        assert (catalog.removed, catalog.quarantined) == ([], [new.file])
+        assert catalog.served(old.ref.pack_id) == old
+        assert names(data / "quarantine") == [new.file]
+
+
+def test_rows_without_their_file_are_reported_not_served_and_replaced(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
-    row = pack_row(catalog, 1)
-    catalog.commit_packs([row])
+    row, kept = pack_row(catalog, 1), pack_row(catalog, 3)
+    catalog.commit_packs([row, kept])
     sidecars.write(catalog, SidecarKey(row.ref.pack_id, row.ref.build, "hash"), b"index")
+    sidecars.write(catalog, SidecarKey(kept.ref.pack_id, kept.ref.build, "hash"), b"index")
+    lost = catalog.sidecar(SidecarKey(kept.ref.pack_id, kept.ref.build, "hash"))
+    assert lost is not None
     catalog.close()
-    path = tmp_path / "packs" / row.file
-    path.unlink() if damage == "gone" else os.truncate(path, 50)
+    (tmp_path / "packs" / row.file).unlink()
+    (tmp_path / "sidecars" / lost.file).unlink()
     again = Catalog(tmp_path)
     assert [damaged for damaged, _ in again.damaged()] == [row]
+    assert (again.sidecars_dropped, again.sidecar_kinds(kept.ref.pack_id)) == (1, [])
     with pytest.raises(StoreError, match="DATA_LOSS"):
         again.pack(row.ref.pack_id)
     replacement = pack_row(again, 1, build=2)
     assert again.commit_packs([replacement]) == [replacement]
     assert again.pack(row.ref.pack_id) == replacement
-    assert not path.exists()
+    assert names(again.sidecars_dir) == []
     assert again.sidecar_kinds(row.ref.pack_id) == []
     again.close()
+
+
+def test_what_gives_the_bytes_their_meaning_is_frozen(tmp_path: Path) -> None:
+    for _ in range(2):
+        with closing(Catalog(tmp_path)) as catalog:
+            catalog.freeze({"extent_blocks": 4})
+    with closing(Catalog(tmp_path)) as catalog, pytest.raises(StoreError, match=r"extent_blocks=8: .* set it to 4 or"):
+        catalog.freeze({"extent_blocks": 8})
 
 
 def test_the_first_commit_of_an_id_wins(tmp_path: Path) -> None:
@@ -118,7 +185,7 @@ def test_the_directory_has_one_daemon(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 10, 44, 60, -1])
-def test_a_changed_sidecar_is_data_loss(tmp_path: Path, place: int) -> None:
+def test_a_changed_sidecar_is_none_and_can_be_put_anew(tmp_path: Path, place: int) -> None:
     catalog = Catalog(tmp_path)
     row = pack_row(catalog, 1)
     catalog.commit_packs([row])
@@ -129,8 +196,10 @@ def test_a_changed_sidecar_is_data_loss(tmp_path: Path, place: int) -> None:
     blob = bytearray(path.read_bytes())
     blob[place] ^= 1
     path.write_bytes(blob)
-    with pytest.raises(StoreError, match="DATA_LOSS"):
-        sidecars.read(catalog, key)
+    stored_bytes = catalog.totals().sidecar_bytes
+    assert sidecars.read(catalog, key) is None
+    assert (list(catalog.sidecars_dir.iterdir()), catalog.sidecars_dropped) == ([], 1)
+    assert stored_bytes > catalog.totals().sidecar_bytes == 0
     sidecars.write(catalog, key, b"anew")
     assert sidecars.read(catalog, key) == b"anew"
     catalog.close()
@@ -144,8 +213,7 @@ def test_the_first_sidecar_of_a_key_stays(tmp_path: Path) -> None:
     sidecars.write(catalog, key, b"first")
     sidecars.write(catalog, key, b"second")
     assert sidecars.read(catalog, key) == b"first"
-    with pytest.raises(StoreError, match="NOT_FOUND"):
-        sidecars.read(catalog, SidecarKey(row.ref.pack_id, row.ref.build, "hash", b"other"))
+    assert sidecars.read(catalog, SidecarKey(row.ref.pack_id, row.ref.build, "hash", b"other")) is None
     catalog.close()
 
 
@@ -181,7 +249,10 @@ def test_running_totals_are_what_a_scan_finds(catalog: Catalog) -> None:
         assert catalog.mark_damaged(row, "planted")
         assert catalog.mark_damaged(row, "planted again")
     catalog.commit_packs([replace(pack_row(catalog, 1, build=2, tenant="uid-1"), file_bytes=77), rows[1]])
-    catalog.drop_sidecar(SidecarKey(rows[2].ref.pack_id, rows[2].ref.build, "hash"))
+    (dropped,) = [catalog.sidecar(SidecarKey(rows[2].ref.pack_id, rows[2].ref.build, "hash"))]
+    assert dropped is not None
+    assert catalog.drop_sidecar(dropped, "planted")
+    assert not catalog.drop_sidecar(dropped, "planted")
     for row in rows[3:9]:
         catalog.remove_pack(row)
     assert catalog.totals() == summed(catalog)
@@ -337,14 +408,15 @@ def test_a_catalogue_of_version_1_is_brought_up_in_place(tmp_path: Path) -> None
     (tmp_path / "catalog.sqlite").unlink()
     with closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as db:
         db.executescript(_VERSION_1)
+        index = f"{'ab' * 32}-{'cd' * 8}.sidecar"
         for row in (child, parent):
             values = (row.ref.pack_id, row.ref.build, row.parent, LAYOUT.fingerprint, row.tenant, 0, 256, 2,
                       "[[2, 64, 2, 256]]", row.file, 100, row.created_s)  # fmt: skip
             db.execute(f"INSERT INTO packs VALUES ({', '.join('?' * 12)})", values)
-        db.execute("INSERT INTO sidecars VALUES (?, ?, 'hash', ?, 'a.sidecar', 9)", (*values[:2], b""))
+        db.execute("INSERT INTO sidecars VALUES (?, ?, 'hash', ?, ?, 9)", (*values[:2], b"", index))
         db.execute("INSERT INTO tenants VALUES ('uid-0', ?)", (b"k" * 32,))
         db.execute("INSERT INTO pins VALUES (?)", (parent.ref.pack_id,))
-    (tmp_path / "sidecars" / "a.sidecar").write_bytes(bytes(9))
+    (tmp_path / "sidecars" / index).write_bytes(bytes(9))
     for _ in range(2):
         with closing(Catalog(tmp_path)) as catalog:
             assert catalog.packs() == [parent, child]

@@ -1,7 +1,7 @@
 """What is durable: tenants, packs and sidecars in SQLite, and the files that the rows stand for.
 
 Data first: a file is durable, then its directory, then its row. So a file without a row was never acknowledged and is
-removed at the next start; a row without a file is damage, is reported, and is never served.
+removed at the next start (see `files`); a row without a file is damage, is reported, and is never served.
 """
 
 import contextlib
@@ -20,8 +20,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore_service.daemon import directories
-from kvstore_service.daemon.disk import schema
+from kvstore_service.daemon.disk import files, schema
+from kvstore_service.daemon.disk.files import Stamp, remove_file, sync_directory
 from kvstore_service.daemon.logs import event
 from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
@@ -29,6 +33,7 @@ TENANT_KEY_BYTES = 32
 FOREVER_S = math.inf
 _OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
 _TOUCHES_MAX = 1024  # uses that are remembered before they are written
+_FETCH_ROWS = 1 << 16
 _SCAN_ROWS = 4096  # rows that one page looks at, so that no listing holds the lock for long
 _PACK_COLUMNS = "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes, created_s"
 _LISTED_COLUMNS = f"{_PACK_COLUMNS}, pinned_until_s, damage, last_used_s, importance"
@@ -97,8 +102,8 @@ class Catalog:
     """One connection under one lock. Holds `data_dir` exclusively until closed.
 
     A pack is damaged if its file is gone, cut short or failed a check; it keeps its row until the same id is committed
-    anew, and is not served. `removed` names the leftovers that the start found. `on_gone` is told each row that ended
-    (evicted, or replaced by a new build), outside the lock."""
+    anew, and is not served. `removed` and `quarantined` name the leftovers that the start found. `on_gone` is told
+    each row that ended (evicted, or replaced by a new build), outside the lock."""
 
     def __init__(self, data_dir: Path) -> None:
         """FAILED_PRECONDITION if another daemon holds `data_dir` or a newer version wrote it."""
@@ -107,8 +112,9 @@ class Catalog:
         for directory in (data_dir, self.packs_dir, self.sidecars_dir):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             directories.require_own(directory)
-        for name in ("lock", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
-            directories.require_no_link(data_dir / name)
+        self.quarantine_dir = data_dir / "quarantine"
+        for name in ("lock", "packs.stamp", *(f"catalog.sqlite{end}" for end in ("", "-wal", "-shm", "-journal"))):
+            directories.require_plain(data_dir / name)
         self.on_gone: Callable[[PackRow], None] = lambda row: None
         self._touched: dict[bytes, float] = {}
         self._lock = threading.Lock()
@@ -123,8 +129,11 @@ class Catalog:
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=FULL")
                 self._db.execute("PRAGMA foreign_keys=ON")
-                schema.bring_up(self._db, data_dir)
-                self.removed = self._reconcile()
+                self._id = schema.bring_up(self._db, data_dir)
+                self._stamp = Stamp(data_dir / "packs.stamp")
+                undo.callback(self._stamp.close)
+                self.removed, self.quarantined, self.sidecars_dropped = self._sweep()
+                self._stamp.write(self._id, self._commits())
                 for directory in (data_dir, self.packs_dir, self.sidecars_dir):
                     sync_directory(directory)
             except sqlite3.DatabaseError as error:
@@ -136,20 +145,65 @@ class Catalog:
             self._write_touches(db)
         with self._lock:
             self._db.close()
+            self._stamp.close()
             os.close(self._directory_lock)
 
-    def _reconcile(self) -> list[str]:
-        packs = {row.file: row for row in self.packs()}
-        sidecars = {file for (file,) in self._db.execute("SELECT file FROM sidecars")}
-        for row in packs.values():
-            if _size_of(self.packs_dir / row.file) != row.file_bytes:
-                self.mark_damaged(row, "its file is gone or cut short")
-        removed = []
-        for path in self.data_files():
-            if path.name not in (packs if path.parent == self.packs_dir else sidecars):
-                path.unlink()
-                removed.append(path.name)
-        return removed
+    def freeze(self, settings: Mapping[str, int]) -> None:
+        """Settings that give the stored bytes their meaning: the first start's stay. FAILED_PRECONDITION for others."""
+        with self._transaction() as db:
+            for name, value in settings.items():
+                db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (f"frozen {name}", str(value)))
+                (held,) = db.execute("SELECT value FROM meta WHERE key = ?", (f"frozen {name}",)).fetchone()
+                if held != str(value):
+                    raise StoreError(
+                        "FAILED_PRECONDITION",
+                        f"{name}={value}: what is stored in {self.packs_dir.parent} has {name}={held}; "
+                        f"set it to {held} or use another data_dir",
+                    )
+
+    def _commits(self) -> int:
+        return int(self._db.execute("SELECT value FROM meta WHERE key = 'commits'").fetchone()[0])
+
+    def _sweep(self) -> tuple[list[str], list[str], int]:
+        """What the start found: (files removed, files quarantined, sidecars whose file is gone)."""
+        trusted = self._stamp.vouches_for(self._id, self._commits())
+        quarantine = None if trusted else self.quarantine_dir
+        packs = files.sweep(self.packs_dir, files.PACK_NAME, self._pack_keys(), quarantine)
+        sidecars = files.sweep(self.sidecars_dir, files.SIDECAR_NAME, self._sidecar_keys(), quarantine)
+        files.report((packs, sidecars), self.quarantine_dir)
+        self._mark_lost(set(packs.lost.tolist()))
+        sidecars_lost = self._forget_lost(set(sidecars.lost.tolist()))
+        return packs.removed + sidecars.removed, packs.quarantined + sidecars.quarantined, sidecars_lost
+
+    def _pack_keys(self) -> NDArray[np.uint64]:
+        """The sorted keys of the rows' file names, without building the names."""
+        cursor = self._db.execute("SELECT pack_id, build FROM packs")
+        parts = [np.zeros(0, np.uint64)]
+        while rows := cursor.fetchmany(_FETCH_ROWS):
+            joined = np.frombuffer(b"".join(name[:8] + build[:8] for name, build in rows), ">u8").reshape(-1, 2)
+            parts.append(joined[:, 0] ^ joined[:, 1])
+        return np.sort(np.concatenate(parts).astype(np.uint64))
+
+    def _sidecar_keys(self) -> NDArray[np.uint64]:
+        cursor = self._db.execute("SELECT file FROM sidecars")
+        return np.sort(np.fromiter((files.key_of(file.encode()) for (file,) in cursor), np.uint64))
+
+    def _mark_lost(self, lost: set[int]) -> None:
+        if not lost:
+            return
+        rows = self._db.execute("SELECT pack_id, build FROM packs").fetchall()
+        gone = [(name,) for name, build in rows if files.key_of(f"{name.hex()}-{build.hex()}".encode()) in lost]
+        with self._transaction() as db:
+            db.executemany("UPDATE packs SET damage = 'its file is gone' WHERE pack_id = ? AND damage IS NULL", gone)
+
+    def _forget_lost(self, lost: set[int]) -> int:
+        if not lost:
+            return 0
+        rows = self._db.execute("SELECT file FROM sidecars").fetchall()
+        gone = [(file,) for (file,) in rows if files.key_of(file.encode()) in lost]
+        with self._transaction() as db:
+            db.executemany("DELETE FROM sidecars WHERE file = ?", gone)
+        return len(gone)
 
     # --- damage ---
 
@@ -211,15 +265,15 @@ class Catalog:
 
     def pack(self, pack_id: bytes) -> PackRow | None:
         """What can be served under this id. DATA_LOSS for a damaged pack."""
-        row, damaged = self._select(pack_id)
-        if damaged:
-            raise StoreError("DATA_LOSS", f"pack {pack_id.hex()} is damaged; write it again")
+        row, damage = self._select(pack_id)
+        if damage is not None:
+            raise StoreError("DATA_LOSS", f"pack {pack_id.hex()} is damaged ({damage}); write it again")
         return row
 
     def served(self, pack_id: bytes) -> PackRow | None:
         """Like `pack`, but a damaged pack is none."""
-        row, damaged = self._select(pack_id)
-        return None if damaged else row
+        row, damage = self._select(pack_id)
+        return row if damage is None else None
 
     def any_pack(self, pack_id: bytes) -> PackRow:
         """The row, of a damaged pack too. NOT_FOUND."""
@@ -228,11 +282,12 @@ class Catalog:
             raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored")
         return row
 
-    def _select(self, pack_id: bytes) -> tuple[PackRow | None, bool]:
-        query = f"SELECT damage IS NOT NULL, {_PACK_COLUMNS} FROM packs WHERE pack_id = ?"
+    def _select(self, pack_id: bytes) -> tuple[PackRow | None, str | None]:
+        """(row, why it is not served)."""
+        query = f"SELECT damage, {_PACK_COLUMNS} FROM packs WHERE pack_id = ?"
         with self._lock:
             row = self._db.execute(query, (pack_id,)).fetchone()
-        return (None, False) if row is None else (_pack_row(row[1:]), bool(row[0]))
+        return (None, None) if row is None else (_pack_row(row[1:]), row[0])
 
     def packs(self, after: bytes = b"", limit: int = -1) -> list[PackRow]:
         """In the order of their ids, from the first one above `after`."""
@@ -283,6 +338,8 @@ class Catalog:
         gone: list[tuple[PackRow, list[str]]] = []
         with self._transaction() as db:
             winners = [self._commit_pack(db, row, gone) for row in rows]
+            commits = _count_commit(db)
+        self._stamp.write(self._id, commits)
         for replaced, sidecar_files in gone:
             self._remove_files(replaced, sidecar_files)
         return winners
@@ -439,13 +496,20 @@ class Catalog:
                 "INSERT OR IGNORE INTO sidecars VALUES (?, ?, ?, ?, ?, ?)",
                 (key.pack_id, key.build, key.kind, key.parameters, row.file, row.file_bytes),
             )
-            return self._held_sidecar(key) or row
+            held = self._held_sidecar(key) or row
+            commits = _count_commit(db)
+        self._stamp.write(self._id, commits)
+        return held
 
-    def drop_sidecar(self, key: SidecarKey) -> None:
-        """Forgets a damaged sidecar; its file goes with the next start."""
-        where = "pack_id = ? AND build = ? AND kind = ? AND parameters = ?"
+    def drop_sidecar(self, row: SidecarRow, reason: str) -> bool:
+        """Forgets a damaged sidecar, then removes its file. False if another call has done so."""
         with self._transaction() as db:
-            db.execute(f"DELETE FROM sidecars WHERE {where}", (key.pack_id, key.build, key.kind, key.parameters))
+            if not db.execute("DELETE FROM sidecars WHERE file = ?", (row.file,)).rowcount:
+                return False
+            self.sidecars_dropped += 1
+        event(log, logging.ERROR, "sidecar dropped", pack_id=row.key.pack_id.hex(), kind=row.key.kind, reason=reason)
+        remove_file(self.sidecars_dir / row.file)
+        return True
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -458,23 +522,6 @@ class Catalog:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
-
-
-def remove_file(path: Path) -> None:
-    """Removes a file that no row names. If that fails the next start does it: what was done before stands."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        event(log, logging.ERROR, "file not removed", file=path, error=error)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes names in `directory` durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _hold(data_dir: Path) -> int:
@@ -503,11 +550,10 @@ def _unopened(data_dir: Path, error: sqlite3.DatabaseError) -> StoreError:
     return StoreError("UNAVAILABLE", f"{message}; no other program may have it open")
 
 
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return -1
+def _count_commit(db: sqlite3.Connection) -> int:
+    """How many commits the catalogue has seen with this one."""
+    counted = db.execute("UPDATE meta SET value = value + 1 WHERE key = 'commits' RETURNING value").fetchall()
+    return int(counted[0][0])
 
 
 def _exists(db: sqlite3.Connection, pack_id: bytes) -> bool:

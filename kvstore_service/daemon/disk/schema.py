@@ -3,12 +3,14 @@
 Triggers keep what would else be a scan: `totals`, and how many packs continue each pack.
 """
 
+import secrets
 import sqlite3
 from pathlib import Path
 
 from kvstore_service.shared.types import StoreError
 
 CATALOG_VERSION = 2
+CATALOG_ID_BYTES = 16
 EVERYONE = ""  # the row of `totals` that sums all tenants
 IMPORTANCE_S = 86400  # a pack of importance 1 is kept like one that was used a day later
 
@@ -91,10 +93,10 @@ _FROM_1 = (
 )
 
 
-def bring_up(db: sqlite3.Connection, data_dir: Path) -> None:
+def bring_up(db: sqlite3.Connection, data_dir: Path) -> str:
     """Creates the tables, or brings those of an older version up to this one, whole or not at all.
 
-    FAILED_PRECONDITION if a newer version wrote them."""
+    Returns the catalogue's id. FAILED_PRECONDITION if a newer version wrote them."""
     version = _version(db)
     if version > CATALOG_VERSION:
         raise StoreError(
@@ -108,11 +110,15 @@ def bring_up(db: sqlite3.Connection, data_dir: Path) -> None:
             db.execute(statement)
         db.execute("INSERT OR IGNORE INTO totals (tenant) VALUES (?)", (EVERYONE,))
         db.execute("INSERT OR REPLACE INTO meta VALUES ('version', ?)", (str(CATALOG_VERSION),))
+        fresh = [("id", secrets.token_hex(CATALOG_ID_BYTES)), ("commits", "0")]
+        db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", fresh)
+        (catalog_id,) = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
         db.execute("COMMIT")
     except BaseException:
         if db.in_transaction:
             db.execute("ROLLBACK")
         raise
+    return str(catalog_id)
 
 
 def _version(db: sqlite3.Connection) -> int:

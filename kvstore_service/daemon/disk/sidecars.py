@@ -1,40 +1,42 @@
-"""Sidecar files: index data of a pack's build, whole or not at all.
+"""Sidecar files: index data of a pack's build, whole or not at all. A damaged or lost one is none: it can be made anew.
 
-magic[8] | SHA-256 of the key | u64 content bytes | content | u32 CRC-32 of everything before
+magic[8] | u32 key bytes | u64 content bytes | key | content | u32 CRC-32 of everything before
+
+The key stands in the file so that a lost catalogue can be rebuilt: a u32 length and the bytes of pack id, build, kind
+and parameters.
 """
 
-import errno
 import hashlib
 import os
 import secrets
+import stat
 import struct
 import zlib
 
-from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow, sync_directory
+from kvstore_service.daemon.directories import what_is
+from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow
+from kvstore_service.daemon.disk.files import sync_directory
 from kvstore_service.shared.types import SidecarKey, StoreError
 
 SIDECAR_BYTES_MAX = 1 << 30
-_HEAD = struct.Struct("<8s32sQ")
-_TAIL = struct.Struct("<I")
-_MAGIC = b"HDGSIDE1"
+_HEAD = struct.Struct("<8sIQ")
+_LENGTH = struct.Struct("<I")
+_CRC = struct.Struct("<I")
+_MAGIC = b"HDGSIDE2"
 
 
-def file_bytes(content_bytes: int) -> int:
-    return _HEAD.size + content_bytes + _TAIL.size
+def file_bytes(key: SidecarKey, content_bytes: int) -> int:
+    return _HEAD.size + len(_encoded(key)) + content_bytes + _CRC.size
 
 
 def write(catalog: Catalog, key: SidecarKey, content: bytes) -> None:
     """Durable on return. The first content of a key stays, unless it was damaged since."""
-    if catalog.sidecar(key) is not None:
-        try:
-            read(catalog, key)
-        except StoreError:
-            catalog.drop_sidecar(key)
-        else:
-            return
-    head = _HEAD.pack(_MAGIC, _digest(key), len(content))
-    tail = _TAIL.pack(zlib.crc32(content, zlib.crc32(head)))
-    name = f"{_digest(key).hex()}-{secrets.token_hex(8)}.sidecar"
+    if read(catalog, key) is not None:
+        return
+    encoded = _encoded(key)
+    head = _HEAD.pack(_MAGIC, len(encoded), len(content)) + encoded
+    tail = _CRC.pack(zlib.crc32(content, zlib.crc32(head)))
+    name = f"{hashlib.sha256(encoded).hexdigest()}-{secrets.token_hex(8)}.sidecar"
     path = catalog.sidecars_dir / name
     partial = path.with_suffix(".partial")
     try:
@@ -44,7 +46,7 @@ def write(catalog: Catalog, key: SidecarKey, content: bytes) -> None:
             os.fsync(file.fileno())
         partial.rename(path)
         sync_directory(catalog.sidecars_dir)
-        held = catalog.commit_sidecar(SidecarRow(key, name, file_bytes(len(content))))
+        held = catalog.commit_sidecar(SidecarRow(key, name, file_bytes(key, len(content))))
     except BaseException:
         partial.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
@@ -53,30 +55,64 @@ def write(catalog: Catalog, key: SidecarKey, content: bytes) -> None:
         path.unlink()
 
 
-def read(catalog: Catalog, key: SidecarKey) -> bytes:
-    """The content. NOT_FOUND, or DATA_LOSS if the file is not what was written."""
+def read(catalog: Catalog, key: SidecarKey) -> bytes | None:
+    """The content; None if there is none, or no more: one that is not what was written goes, row and file."""
     row = catalog.sidecar(key)
     if row is None:
-        raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
+        return None
     try:
-        with open(os.open(catalog.sidecars_dir / row.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-            blob = file.read()
-    except FileNotFoundError:
-        blob = b""
-    except OSError as error:
-        if error.errno != errno.ELOOP:
+        return content_of(catalog, row)
+    except StoreError as error:
+        if error.code != "DATA_LOSS":
             raise
-        raise StoreError("DATA_LOSS", f"sidecar {row.file} is a symbolic link") from None
-    if len(blob) != row.file_bytes or len(blob) < file_bytes(0):
-        raise StoreError("DATA_LOSS", f"sidecar {row.file} has {len(blob)} B, not {row.file_bytes}")
-    magic, digest, content_bytes = _HEAD.unpack_from(blob)
-    (crc,) = _TAIL.unpack_from(blob, len(blob) - _TAIL.size)
-    good = (magic, digest, file_bytes(content_bytes)) == (_MAGIC, _digest(key), len(blob))
-    if not good or crc != zlib.crc32(memoryview(blob)[: -_TAIL.size]):
-        raise StoreError("DATA_LOSS", f"sidecar {row.file} fails its checksum")
-    return blob[_HEAD.size : -_TAIL.size]
+        catalog.drop_sidecar(row, error.message)
+        return None
 
 
-def _digest(key: SidecarKey) -> bytes:
+def content_of(catalog: Catalog, row: SidecarRow) -> bytes:
+    """What the row stands for. DATA_LOSS if its file is not what was written."""
+    try:
+        key, content = parse(_read_file(os.path.join(catalog.sidecars_dir, row.file)))
+    except (FileNotFoundError, ValueError) as error:
+        raise StoreError("DATA_LOSS", f"sidecar {row.file}: {error}") from None
+    if key != row.key:
+        raise StoreError("DATA_LOSS", f"sidecar {row.file}: it is another one's")
+    return content
+
+
+def _read_file(path: str) -> bytes:
+    """ValueError if something else stands in the file's place."""
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"in its place stands {what_is(mode)}")
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        return file.read()
+
+
+def parse(blob: bytes) -> tuple[SidecarKey, bytes]:
+    """(key, content) of a file. ValueError if it is not whole."""
+    if len(blob) < _HEAD.size + _CRC.size:
+        raise ValueError(f"{len(blob)} B are no sidecar")
+    magic, key_bytes, content_bytes = _HEAD.unpack_from(blob)
+    if magic != _MAGIC or _HEAD.size + key_bytes + content_bytes + _CRC.size != len(blob):
+        raise ValueError("its size is not what its head says")
+    (crc,) = _CRC.unpack_from(blob, len(blob) - _CRC.size)
+    if crc != zlib.crc32(memoryview(blob)[: -_CRC.size]):
+        raise ValueError("it fails its checksum")
+    first = _HEAD.size + key_bytes
+    return _decoded(blob[_HEAD.size : first]), blob[first : -_CRC.size]
+
+
+def _encoded(key: SidecarKey) -> bytes:
     parts = (key.pack_id, key.build, key.kind.encode(), key.parameters)
-    return hashlib.sha256(b"".join(struct.pack("<I", len(part)) + part for part in parts)).digest()
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def _decoded(encoded: bytes) -> SidecarKey:
+    parts, at = list[bytes](), 0
+    while at < len(encoded):
+        (length,) = _LENGTH.unpack_from(encoded, at)
+        parts.append(encoded[at + _LENGTH.size : at + _LENGTH.size + length])
+        at += _LENGTH.size + length
+    pack_id, build, kind, parameters = parts
+    return SidecarKey(pack_id, build, kind.decode(), parameters)

@@ -22,7 +22,7 @@ class Indexes:
                 raise StoreError(
                     "INVALID_ARGUMENT", f"a sidecar has a kind other than map and at most 1 GiB: {key.kind!r}"
                 )
-            size_bytes = sidecars.file_bytes(len(content))
+            size_bytes = sidecars.file_bytes(key, len(content))
             self._state.uploads.promise(size_bytes)
             try:
                 sidecars.write(self._state.catalog, key, content)
@@ -30,10 +30,14 @@ class Indexes:
                 self._state.uploads.unpromise(size_bytes)
 
     def get(self, worker: Worker, key: SidecarKey) -> bytes:
-        """NOT_FOUND if nobody has put it. Kind "map": the pack's record -> token map, u16[layers, lanes, tokens]."""
+        """NOT_FOUND if nobody has put it, or it was damaged or lost since. Kind "map": the pack's record -> token map,
+        u16[layers, lanes, tokens]."""
         row = self._state.keyed_row(key, worker)
         if key.kind != "map":
-            return sidecars.read(self._state.catalog, key)
+            content = sidecars.read(self._state.catalog, key)
+            if content is None:
+                raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
+            return content
         with self._state.open_packs.using(row) as handle, native.errors():
             return np.ascontiguousarray(self._state.plane.read_map(handle)).tobytes()
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from logging import ERROR, WARNING
+from logging import ERROR
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config
@@ -26,8 +26,9 @@ WORKERS_MAX = 64
 IDLE_PACKS_MAX = 4096
 DAMAGED_LOGGED_MAX = 100  # at a start
 COUNTED = (
-    "commit_exists", "commits", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
-    "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "reserve_exists",
+    "commit_exists", "commits", "files_quarantined", "leftovers_removed", "lookup_damaged", "lookup_errors",
+    "lookup_hits", "lookup_misses", "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes",
+    "reserve_exists",
 )  # fmt: skip
 
 log = logging.getLogger("kvstored.store")
@@ -51,9 +52,8 @@ class State:
         self._started_s = time.monotonic()
         for row, reason in catalog.damaged(DAMAGED_LOGGED_MAX):
             event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file, reason=reason)
-        for name in catalog.removed:
-            event(log, WARNING, "unfinished file removed", file=name)
         self.count("leftovers_removed", len(catalog.removed))
+        self.count("files_quarantined", len(catalog.quarantined))
 
     @contextmanager
     def acting(self, worker: Worker, new: bool = False) -> Iterator[None]:
@@ -104,7 +104,7 @@ class State:
 
     def counts(self) -> dict[str, int]:
         with self._counts_lock:
-            return dict(self._counts)
+            return {**self._counts, "sidecars_dropped": self.catalog.sidecars_dropped}
 
     @property
     def uptime_s(self) -> float:

@@ -37,6 +37,7 @@ _FETCH_ROWS = 1 << 16
 _SCAN_ROWS = 4096  # rows that one page looks at, so that no listing holds the lock for long
 _PACK_COLUMNS = "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes, created_s"
 _LISTED_COLUMNS = f"{_PACK_COLUMNS}, pinned_until_s, damage, last_used_s, importance"
+_SIDECAR_COLUMNS = "pack_id, build, kind, parameters, file, file_bytes"
 
 log = logging.getLogger("kvstored.catalog")
 
@@ -251,9 +252,12 @@ class Catalog:
         return self.totals_of(schema.EVERYONE)
 
     def totals_of(self, tenant: str) -> Totals:
-        query = "SELECT packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant = ?"
         with self._lock:
-            row = self._db.execute(query, (tenant,)).fetchone()
+            return self._totals_of(tenant)
+
+    def _totals_of(self, tenant: str) -> Totals:
+        query = "SELECT packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant = ?"
+        row = self._db.execute(query, (tenant,)).fetchone()
         return Totals(*row) if row is not None else Totals()
 
     def totals_by_tenant(self) -> dict[str, Totals]:
@@ -460,16 +464,45 @@ class Catalog:
 
     # --- files and sidecars ---
 
-    def data_files(self) -> list[Path]:
-        """Every file under packs/ and sidecars/."""
-        return [path for directory in (self.packs_dir, self.sidecars_dir) for path in directory.iterdir()]
-
-    def files(self) -> dict[Path, int]:
-        """Every file that a row stands for, with its size in bytes."""
+    def keys(self) -> dict[Path, NDArray[np.uint64]]:
+        """Per directory the sorted keys of the file names that rows stand for; see `files.key_of`."""
         with self._lock:
-            found = self._db.execute("SELECT file, file_bytes FROM sidecars").fetchall()
-        sizes = {self.packs_dir / row.file: row.file_bytes for row in self.packs()}
-        return sizes | {self.sidecars_dir / file: size for file, size in found}
+            return {self.packs_dir: self._pack_keys(), self.sidecars_dir: self._sidecar_keys()}
+
+    def wanted_bytes(self, path: Path) -> int | None:
+        """The size of this file of packs/ or sidecars/ as a row has it; None without a row or for a damaged pack."""
+        with self._lock:
+            if path.parent == self.sidecars_dir:
+                row = self._db.execute("SELECT file_bytes FROM sidecars WHERE file = ?", (path.name,)).fetchone()
+            elif files.PACK_NAME.fullmatch(os.fsencode(path.name)):
+                ids = (bytes.fromhex(path.name[:64]), bytes.fromhex(path.name[65:97]))
+                query = "SELECT file_bytes FROM packs WHERE pack_id = ? AND build = ? AND damage IS NULL"
+                row = self._db.execute(query, ids).fetchone()
+            else:
+                row = None
+        return None if row is None else int(row[0])
+
+    def sidecars(self, after: str = "", limit: int = 1000) -> list[SidecarRow]:
+        """In the order of their files' names, from the first one above `after`."""
+        query = f"SELECT {_SIDECAR_COLUMNS} FROM sidecars WHERE file > ? ORDER BY file LIMIT ?"
+        with self._lock:
+            rows = self._db.execute(query, (after, limit)).fetchall()
+        return [SidecarRow(SidecarKey(*row[:4]), *row[4:]) for row in rows]
+
+    def sidecars_of(self, pack_id: bytes) -> list[SidecarRow]:
+        query = f"SELECT {_SIDECAR_COLUMNS} FROM sidecars WHERE pack_id = ?"
+        with self._lock:
+            rows = self._db.execute(query, (pack_id,)).fetchall()
+        return [SidecarRow(SidecarKey(*row[:4]), *row[4:]) for row in rows]
+
+    def counted(self) -> tuple[Totals, Totals]:
+        """(the running totals, the same by a scan of all rows), of one moment."""
+        with self._lock:
+            packs, pack_bytes, damaged = self._db.execute(
+                "SELECT count(*), coalesce(sum(file_bytes), 0), coalesce(sum(damage IS NOT NULL), 0) FROM packs"
+            ).fetchone()
+            (sidecar_bytes,) = self._db.execute("SELECT coalesce(sum(file_bytes), 0) FROM sidecars").fetchone()
+            return self._totals_of(schema.EVERYONE), Totals(packs, pack_bytes, sidecar_bytes, damaged)
 
     def sidecar(self, key: SidecarKey) -> SidecarRow | None:
         with self._lock:

@@ -46,24 +46,35 @@ def sweep(directory: Path, pattern: re.Pattern[bytes], known: NDArray[np.uint64]
     names was never acknowledged, or its row has ended: it is removed, or moved to `quarantine` if that is given.
 
     Holds 8 B per file, not their names. The chance that a leftover passes for known is 2**-64 per pair."""
-    found = np.frombuffer(array("Q", (key_of(entry.name) for entry in _ours(directory, pattern))), np.uint64)
-    found = np.sort(found)
-    strays = set(np.setdiff1d(found, known, assume_unique=True).tolist())
+    found = np.sort(np.frombuffer(array("Q", (key_of(entry.name) for entry in _ours(directory, pattern))), np.uint64))
     removed: list[str] = []
     quarantined: list[str] = []
-    if strays:
-        for entry in _ours(directory, pattern):
-            if key_of(entry.name) not in strays or not entry.is_file(follow_symlinks=False):
-                continue
-            name = entry.name.decode()
-            if quarantine is None:
-                (directory / name).unlink()
-                removed.append(name)
-            else:
-                quarantine.mkdir(mode=0o700, exist_ok=True)
-                (directory / name).rename(quarantine / name)
-                quarantined.append(name)
-    return Sweep(removed, quarantined, np.setdiff1d(known, found, assume_unique=True))
+    for path in _named(directory, pattern, set(np.setdiff1d(found, known).tolist())):
+        if quarantine is None:
+            path.unlink()
+            removed.append(path.name)
+        else:
+            quarantine.mkdir(mode=0o700, exist_ok=True)
+            path.rename(quarantine / path.name)
+            quarantined.append(path.name)
+    return Sweep(removed, quarantined, np.setdiff1d(known, found))
+
+
+def strangers(directory: Path, pattern: re.Pattern[bytes], known: NDArray[np.uint64]) -> Iterator[Path]:
+    """Regular files in `directory` that no row names, ours and others'."""
+    keys = set(known.tolist())
+    with os.scandir(os.fsencode(directory)) as entries:
+        for entry in entries:
+            ours = pattern.fullmatch(entry.name) is not None
+            if not (ours and key_of(entry.name) in keys) and entry.is_file(follow_symlinks=False):
+                yield directory / os.fsdecode(entry.name)
+
+
+def _named(directory: Path, pattern: re.Pattern[bytes], keys: set[int]) -> Iterator[Path]:
+    """Regular files of our pattern with one of the keys."""
+    for entry in _ours(directory, pattern) if keys else ():
+        if key_of(entry.name) in keys and entry.is_file(follow_symlinks=False):
+            yield directory / entry.name.decode()
 
 
 def _ours(directory: Path, pattern: re.Pattern[bytes]) -> Iterator[os.DirEntry[bytes]]:

@@ -9,7 +9,7 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from logging import ERROR
 
@@ -75,6 +75,25 @@ class State:
         except StoreError:
             self.count("lookup_damaged")
         return None
+
+    def stored(self, name: bytes, worker: Worker) -> PackRow | None:
+        """Like `served`, but a damaged pack too, and without a look at its file."""
+        try:
+            row = self.catalog.any_pack(name)
+        except StoreError:
+            return None
+        return row if row.tenant == worker.tenant else None
+
+    def probe(self, rows: Iterable[PackRow]) -> StoreError | None:
+        """Opens each file that can be served, so that all damage that this shows is marked. The first error."""
+        first = None
+        for row in rows:
+            try:
+                if self.catalog.pack(row.ref.pack_id) is not None:
+                    self.open_packs.probe(row)
+            except StoreError as error:
+                first = first or error
+        return first
 
     def row(self, ref: PackRef, worker: Worker) -> PackRow:
         """The pack that a worker means: NOT_FOUND, DATA_LOSS, or FAILED_PRECONDITION for another build."""

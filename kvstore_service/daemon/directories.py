@@ -56,7 +56,17 @@ def require_own(directory: Path) -> None:
         raise StoreError("FAILED_PRECONDITION", f"{directory} can be written by every user; chmod o-w it")
 
 
-def require_no_link(path: Path) -> None:
-    """FAILED_PRECONDITION if `path` is a symbolic link: what it points to may be anybody's."""
-    if path.is_symlink():
-        raise StoreError("FAILED_PRECONDITION", f"{path} is a symbolic link; remove it")
+def require_plain(path: Path) -> None:
+    """FAILED_PRECONDITION if something other than a file stands at `path`: a link may point to anybody's, a FIFO blocks
+    whoever opens it."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise StoreError("FAILED_PRECONDITION", f"{path} is {what_is(mode)}; remove it")
+
+
+def what_is(mode: int) -> str:
+    """What a file mode other than a regular file's stands for."""
+    return "a symbolic link" if stat.S_ISLNK(mode) else "a directory" if stat.S_ISDIR(mode) else "no regular file"

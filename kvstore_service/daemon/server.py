@@ -59,6 +59,7 @@ class Daemon:
         with contextlib.ExitStack() as undo:
             catalog = Catalog(config.data_dir)
             undo.callback(catalog.close)
+            catalog.freeze({"extent_blocks": config.extent_blocks})
             with native.errors():
                 self.data_plane = native.DataPlane(
                     config.dram_bytes, config.io_depth, config.copy_threads, extent_blocks=config.extent_blocks

@@ -1,41 +1,44 @@
-"""Sidecar files: index data of a pack's build, whole or not at all.
+"""Sidecar files: index data of a pack's build, whole or not at all. A damaged or lost one is none: it can be made anew.
 
-magic[8] | SHA-256 of the key | u64 content bytes | content | u32 CRC-32 of everything before
+magic[8] | u32 key bytes | u64 content bytes | key | content | u32 CRC-32 of everything before
+
+The key stands in the file so that a lost catalogue can be rebuilt: a u32 length and the bytes of pack id, build, kind
+and parameters.
 """
 
-import errno
 import hashlib
 import os
 import secrets
+import stat
 import struct
 import zlib
 
-from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow, sync_directory
+from kvstore_service.daemon.directories import what_is
+from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow
+from kvstore_service.daemon.disk.files import sync_directory
 from kvstore_service.shared import memory
 from kvstore_service.shared.types import SidecarKey, StoreError
 
 SIDECAR_BYTES_MAX = 1 << 30
-_HEAD = struct.Struct("<8s32sQ")
-_TAIL = struct.Struct("<I")
-_MAGIC = b"HDGSIDE1"
+_HEAD = struct.Struct("<8sIQ")
+_LENGTH = struct.Struct("<I")
+_CRC = struct.Struct("<I")
+_MAGIC = b"HDGSIDE2"
 
 
-def file_bytes(content_bytes: int) -> int:
-    return _HEAD.size + content_bytes + _TAIL.size
+def file_bytes(key: SidecarKey, content_bytes: int) -> int:
+    return _HEAD.size + len(_encoded(key)) + content_bytes + _CRC.size
 
 
 def write(catalog: Catalog, key: SidecarKey, content: bytes | memoryview) -> None:
     """Durable on return. The first content of a key stays, unless it was damaged since."""
-    if catalog.sidecar(key) is not None:
-        try:
-            os.close(share(catalog, key))
-        except StoreError:
-            catalog.drop_sidecar(key)
-        else:
-            return
-    head = _HEAD.pack(_MAGIC, _digest(key), len(content))
-    tail = _TAIL.pack(zlib.crc32(content, zlib.crc32(head)))
-    name = f"{_digest(key).hex()}-{secrets.token_hex(8)}.sidecar"
+    if (held := share(catalog, key)) is not None:
+        os.close(held)
+        return
+    encoded = _encoded(key)
+    head = _HEAD.pack(_MAGIC, len(encoded), len(content)) + encoded
+    tail = _CRC.pack(zlib.crc32(content, zlib.crc32(head)))
+    name = f"{hashlib.sha256(encoded).hexdigest()}-{secrets.token_hex(8)}.sidecar"
     path = catalog.sidecars_dir / name
     partial = path.with_suffix(".partial")
     try:
@@ -45,63 +48,42 @@ def write(catalog: Catalog, key: SidecarKey, content: bytes | memoryview) -> Non
             os.fsync(file.fileno())
         partial.rename(path)
         sync_directory(catalog.sidecars_dir)
-        held = catalog.commit_sidecar(SidecarRow(key, name, file_bytes(len(content))))
+        kept = catalog.commit_sidecar(SidecarRow(key, name, file_bytes(key, len(content))))
     except BaseException:
         partial.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         raise
-    if held.file != name:
+    if kept.file != name:
         path.unlink()
 
 
-def read(catalog: Catalog, key: SidecarKey) -> bytes:
-    """The content. NOT_FOUND, or DATA_LOSS if the file is not what was written."""
-    with memory.Owned(share(catalog, key)) as shared:
-        return memory.read(shared.fd)
+def read(catalog: Catalog, key: SidecarKey) -> bytes | None:
+    """The content; None if there is none, or no more: one that is not what was written goes, row and file."""
+    shared = share(catalog, key)
+    if shared is None:
+        return None
+    with memory.Owned(shared):
+        return memory.read(shared)
 
 
-def share(catalog: Catalog, key: SidecarKey) -> int:
-    """The content as a constant memfd, the caller's, copied by the kernel alone. NOT_FOUND, or DATA_LOSS if the file is
-    not what was written."""
+def share(catalog: Catalog, key: SidecarKey) -> int | None:
+    """As `read`, into a constant memfd, the caller's, by the kernel alone."""
     row = catalog.sidecar(key)
     if row is None:
-        raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
+        return None
     try:
-        file = os.open(catalog.sidecars_dir / row.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise StoreError("DATA_LOSS", f"sidecar {row.file} is missing") from None
-    except OSError as error:
-        if error.errno != errno.ELOOP:
+        return _shared(catalog, row)
+    except StoreError as error:
+        if error.code != "DATA_LOSS":
             raise
-        raise StoreError("DATA_LOSS", f"sidecar {row.file} is a symbolic link") from None
-    with memory.Owned(file):
-        held_bytes = os.fstat(file).st_size
-        if held_bytes != row.file_bytes or held_bytes < file_bytes(0):
-            raise StoreError("DATA_LOSS", f"sidecar {row.file} has {held_bytes} B, not {row.file_bytes}")
-        shared = memory.create("kvstore-sidecar", held_bytes - file_bytes(0))
-        try:
-            if not _copied(file, shared, key, held_bytes - file_bytes(0)):
-                raise StoreError("DATA_LOSS", f"sidecar {row.file} fails its checksum")
-            memory.add_seals(shared, memory.CONSTANT | memory.F_SEAL_SEAL)
-        except BaseException:
-            os.close(shared)
-            raise
-    return shared
+        catalog.drop_sidecar(row, error.message)
+        return None
 
 
-def _copied(file: int, shared: int, key: SidecarKey, size_bytes: int) -> bool:
-    """Copies the content, and says whether head, content and tail are what was written for the key."""
-    offset = 0
-    while offset < size_bytes:
-        sent = os.sendfile(shared, file, _HEAD.size + offset, size_bytes - offset)
-        if sent == 0:
-            return False
-        offset += sent
-    head = os.pread(file, _HEAD.size, 0)
-    (crc,) = _TAIL.unpack(os.pread(file, _TAIL.size, _HEAD.size + size_bytes))
-    with memory.mapped(shared) as content:
-        whole = crc == zlib.crc32(content, zlib.crc32(head))
-    return whole and _HEAD.unpack(head) == (_MAGIC, _digest(key), size_bytes)
+def content_of(catalog: Catalog, row: SidecarRow) -> bytes:
+    """What the row stands for. DATA_LOSS if its file is not what was written."""
+    with memory.Owned(_shared(catalog, row)) as shared:
+        return memory.read(shared.fd)
 
 
 def content_bytes(catalog: Catalog, key: SidecarKey) -> int:
@@ -109,9 +91,69 @@ def content_bytes(catalog: Catalog, key: SidecarKey) -> int:
     row = catalog.sidecar(key)
     if row is None:
         raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
-    return row.file_bytes - file_bytes(0)
+    return row.file_bytes - file_bytes(key, 0)
 
 
-def _digest(key: SidecarKey) -> bytes:
+def _shared(catalog: Catalog, row: SidecarRow) -> int:
+    try:
+        key, shared = open_file(os.path.join(catalog.sidecars_dir, row.file))
+    except (FileNotFoundError, ValueError) as error:
+        raise StoreError("DATA_LOSS", f"sidecar {row.file}: {error}") from None
+    if key == row.key:
+        return shared
+    os.close(shared)
+    raise StoreError("DATA_LOSS", f"sidecar {row.file}: it is another one's")
+
+
+def open_file(path: str) -> tuple[SidecarKey, int]:
+    """(key, content as a constant memfd). ValueError if the file is not whole, or something else stands in its place.
+
+    It is read, not mapped: a disk's error is then an exception and no signal."""
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"in its place stands {what_is(mode)}")
+    with memory.Owned(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        head = os.pread(file.fd, _HEAD.size, 0)
+        if len(head) < _HEAD.size:
+            raise ValueError(f"{len(head)} B are no sidecar")
+        magic, key_bytes, size_bytes = _HEAD.unpack(head)
+        first = _HEAD.size + key_bytes
+        if magic != _MAGIC or first + size_bytes + _CRC.size != os.fstat(file.fd).st_size:
+            raise ValueError("its size is not what its head says")
+        encoded = os.pread(file.fd, key_bytes, _HEAD.size)
+        shared = memory.create("kvstore-sidecar", size_bytes)
+        try:
+            _copy(file.fd, shared, first, size_bytes)
+            with memory.mapped(shared) as content:
+                crc = zlib.crc32(content, zlib.crc32(head + encoded))
+            if os.pread(file.fd, _CRC.size, first + size_bytes) != _CRC.pack(crc):
+                raise ValueError("it fails its checksum")
+            memory.add_seals(shared, memory.CONSTANT | memory.F_SEAL_SEAL)
+        except BaseException:
+            os.close(shared)
+            raise
+    return _decoded(encoded), shared
+
+
+def _copy(file: int, shared: int, first: int, size_bytes: int) -> None:
+    done = 0
+    while done < size_bytes:
+        sent = os.sendfile(shared, file, first + done, size_bytes - done)
+        if sent == 0:
+            raise ValueError("it was cut while it was read")
+        done += sent
+
+
+def _encoded(key: SidecarKey) -> bytes:
     parts = (key.pack_id, key.build, key.kind.encode(), key.parameters)
-    return hashlib.sha256(b"".join(struct.pack("<I", len(part)) + part for part in parts)).digest()
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def _decoded(encoded: bytes) -> SidecarKey:
+    parts, at = list[bytes](), 0
+    while at < len(encoded):
+        (length,) = _LENGTH.unpack_from(encoded, at)
+        parts.append(encoded[at + _LENGTH.size : at + _LENGTH.size + length])
+        at += _LENGTH.size + length
+    pack_id, build, kind, parameters = parts
+    return SidecarKey(pack_id, build, kind.decode(), parameters)

@@ -43,6 +43,8 @@ COUNTERS = {
     "extent_hits": "extents that a run found whole in DRAM",
     "extent_misses": "extents that a run had to read from disk",
     "leftovers_removed": "unfinished files removed at the start",
+    "files_quarantined": "files that the start moved to quarantine/, unknown to a new or older catalogue",
+    "sidecars_dropped": "sidecars that were damaged or lost, and are no more",
     "lookup_damaged": "lookups' candidates that are stored but damaged",
     "lookup_errors": "prefix lookups that failed",
     "lookup_hits": "prefix lookups that found a pack",

@@ -1,16 +1,23 @@
 """Audit: what must be equal, counted in two places. A check that fails shows a leak, a loss or a wrong count."""
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk import files
+from kvstore_service.daemon.disk.catalog import Catalog, PackFilter
 from kvstore_service.daemon.disk.open_packs import OpenPacks
-from kvstore_service.daemon.store.registry import Registry
+from kvstore_service.daemon.store.registry import Registry, Worker
 from kvstore_service.daemon.store.uploads import Uploads
 
 LISTED_MAX = 5
+QUIET_S = 1.0
+SETTLE_LOOKS = 4
+SETTLE_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Audited:
-    """The parts of a running store. Figures are read one after the other, so a busy store may need a second look."""
+    """The parts of a running store."""
 
     catalog: Catalog
     uploads: Uploads
@@ -34,27 +41,58 @@ class Audited:
     counts: Callable[[], dict[str, int]]
 
     def checks(self) -> list[Check]:
-        return [*self._files(), *self._bytes(), *self._references(), *self._data_plane(), *self._calls()]
+        """Calls of workers pause while figures are read one after the other; files are compared while they go on."""
+        with _quiet(self.registry.workers()):
+            figures = [*self._bytes(), *self._references(), *self._data_plane(), *self._calls()]
+        return [*self._files(), *figures]
 
     def _files(self) -> list[Check]:
-        """Every row has its file, every file its row or its open upload."""
-        _, uploading = self.uploads.promised()
-        expected = self.catalog.files()
-        damaged = {self.catalog.packs_dir / row.file for row in list(self.catalog.damaged.values())}
-        found = {path: path.stat().st_size for path in self.catalog.data_files()}
-        wrong = [path for path, size in expected.items() if found.get(path) != size and path not in damaged]
-        strange = [path for path in found if path not in expected and path not in uploading]
+        """Every row has its file, every file its row or its open upload. What is seen amid a commit or an eviction is
+        looked at until it is settled."""
+        totals = self.catalog.totals()
+        wrong = [path for path in self._rows_files() if _settled(self._is_wrong, path)]
+        strange = [path for path in self._strange_files() if _settled(self._is_strange, path)]
+        damaged = [self.catalog.packs_dir / row.file for row, _ in self.catalog.damaged(LISTED_MAX)]
         return [
-            Check("catalogue rows = files", not wrong, _listed(len(expected), wrong, "rows", "without their file")),
-            Check("files = rows + uploads", not strange, _listed(len(found), strange, "files", "without a row")),
-            Check("no pack is damaged", not damaged, _listed(len(expected), sorted(damaged), "files", "damaged")),
+            Check("catalogue rows = files", not wrong, _listed(totals.packs, wrong, "packs", "without their file")),
+            Check("files = rows + uploads", not strange, _listed(totals.packs, strange, "packs", "without a row")),
+            Check("no pack is damaged", not damaged, _listed(totals.packs, damaged, "packs", "damaged")),
         ]
 
+    def _rows_files(self) -> Iterator[Path]:
+        """Files that are not as their rows say."""
+        after: bytes | None = b""
+        while after is not None:
+            page, after = self.catalog.page(PackFilter(damaged=False), after)
+            for item in page:
+                if _size_of(path := self.catalog.packs_dir / item.row.file) != item.row.file_bytes:
+                    yield path
+        file = ""
+        while rows := self.catalog.sidecars(file):
+            file = rows[-1].file
+            for row in rows:
+                if _size_of(path := self.catalog.sidecars_dir / row.file) != row.file_bytes:
+                    yield path
+
+    def _strange_files(self) -> Iterator[Path]:
+        known = self.catalog.keys()
+        yield from files.strangers(self.catalog.packs_dir, files.PACK_NAME, known[self.catalog.packs_dir])
+        yield from files.strangers(self.catalog.sidecars_dir, files.SIDECAR_NAME, known[self.catalog.sidecars_dir])
+
+    def _is_wrong(self, path: Path) -> bool:
+        wanted = self.catalog.wanted_bytes(path)
+        return wanted is not None and _size_of(path) != wanted
+
+    def _is_strange(self, path: Path) -> bool:
+        _, uploading = self.uploads.promised()
+        return path not in uploading and self.catalog.wanted_bytes(path) is None and _size_of(path) >= 0
+
     def _bytes(self) -> list[Check]:
-        _, _, stored = self.catalog.totals()
+        kept, scanned = self.catalog.counted()
         promised, uploading = self.uploads.promised()
         return [
-            _equal("stored bytes = sizes of rows", stored, sum(self.catalog.files().values())),
+            _equal("stored bytes = sizes of rows", kept.stored_bytes, scanned.stored_bytes),
+            _equal("packs, damaged ones = rows", kept.packs + kept.damaged, scanned.packs + scanned.damaged),
             _equal("promised bytes = open uploads", promised, sum(uploading.values())),
         ]
 
@@ -101,6 +139,39 @@ def read(audited: Audited, looks: int, again: Callable[[], object]) -> list[Chec
         again()
         checks = [a if a.ok else b for a, b in zip(checks, audited.checks(), strict=True)]
     return checks
+
+
+@contextmanager
+def _quiet(workers: Sequence[Worker]) -> Iterator[None]:
+    """Between the calls of these workers. One whose call takes too long goes on: another look may find it idle."""
+    deadline = time.monotonic() + QUIET_S
+    held = []
+    try:
+        for worker in sorted(workers, key=lambda worker: worker.token):
+            if worker.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                held.append(worker)
+        yield
+    finally:
+        for worker in held:
+            worker.lock.release()
+
+
+def _settled(seen: Callable[[Path], bool], path: Path) -> bool:
+    """Whether it is seen for as long as a commit or an eviction may take between file and row."""
+    for _ in range(SETTLE_LOOKS):
+        if not seen(path):
+            return False
+        time.sleep(SETTLE_PAUSE_S)
+    return seen(path)
+
+
+def _size_of(path: Path) -> int:
+    """Bytes; -1 if there is no regular file."""
+    try:
+        held = path.lstat()
+    except FileNotFoundError:
+        return -1
+    return held.st_size if stat.S_ISREG(held.st_mode) else -1
 
 
 def _equal(name: str, left: int, right: int) -> Check:

@@ -33,7 +33,7 @@ class Indexes:
                     violations=[Violation("sidecars of a pack", f"at most {SIDECARS_MAX}")],
                     reason="LIMIT_REACHED",
                 )
-            file_bytes = sidecars.file_bytes(len(content))
+            file_bytes = sidecars.file_bytes(key, len(content))
             self._state.uploads.promise(file_bytes)
             try:
                 sidecars.write(self._state.catalog, key, content)
@@ -48,11 +48,14 @@ class Indexes:
         return row.layout.layers * row.layout.kinds[0].lanes * row.ref.tokens * np.dtype(np.uint16).itemsize
 
     def get(self, worker: Worker, key: SidecarKey) -> int:
-        """The content as a constant memfd, the caller's. NOT_FOUND if nobody has put it. Kind "map": the pack's
-        record -> token map, u16[layers, lanes, tokens]."""
+        """The content as a constant memfd, the caller's. NOT_FOUND if nobody has put it, or it was damaged or lost
+        since. Kind "map": the pack's record -> token map, u16[layers, lanes, tokens]."""
         row = self._state.keyed_row(key, worker)
         if key.kind != "map":
-            return sidecars.share(self._state.catalog, key)
+            shared = sidecars.share(self._state.catalog, key)
+            if shared is None:
+                raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
+            return shared
         with self._state.open_packs.using(row) as handle, native.errors():
             return memory.of_bytes("kvstore-map", np.ascontiguousarray(self._state.plane.read_map(handle)).tobytes())
 

@@ -51,7 +51,7 @@ class Packs:
             if sealed.error is not None:
                 raise sealed.error
             assert sealed.pack is not None
-            self._sessions.append(session, self._state.row(sealed.pack, worker))
+            self._sessions.extend(session, [self._state.row(sealed.pack, worker)])
             return session
 
     def hint_importance(self, worker: Worker, session_id: str, hints: Sequence[tuple[PackRef, Sequence[int]]]) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.daemon.store.state import State
 from kvstore_service.daemon.store.uploads import pack_id
-from kvstore_service.shared.types import FINGERPRINT_BYTES, NO_PARENT, PackRef, PrefixCandidate, StoreError
+from kvstore_service.shared.types import FINGERPRINT_BYTES, NO_PARENT, PackRef, PackRow, PrefixCandidate, StoreError
 
 CANDIDATES_MAX = 16384
 CHAINS_MAX = 8
+PROBES_MAX = 256  # files that a lookup opens beyond a damaged one
 
 
 class Prefixes:
@@ -26,6 +27,9 @@ class Prefixes:
         require_active: Callable[[], None] = lambda: None,
     ) -> list[PackRef]:
         """The longest chain of whole packs from token 0, over candidates that may overlap (different pack sizes).
+
+        Where one pack of a chain is damaged, the others are looked at closely: what has to be written again is found
+        at once, not one pack a run.
 
         require_active: raises once nobody waits for the answer."""
         self._state.count("lookups")
@@ -48,15 +52,36 @@ class Prefixes:
             raise StoreError("INVALID_ARGUMENT", f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}")
         if len(candidates) > CANDIDATES_MAX:
             raise StoreError("INVALID_ARGUMENT", f"{len(candidates)} candidates; at most {CANDIDATES_MAX}")
-        key = self._state.tenant_key(worker)
-        ending: defaultdict[int, list[list[PackRef]]] = defaultdict(list, {0: [[]]})
-        for item in sorted(candidates, key=lambda item: item.first_token):
+        tenant_key = self._state.tenant_key(worker)
+        ordered = sorted(candidates, key=lambda item: item.first_token)
+
+        def find(name: bytes) -> PackRow | None:
             require_active()
-            for chain in ending.get(item.first_token, []):
-                parent = chain[-1].pack_id if chain else NO_PARENT
-                row = self._state.served(pack_id(key, parent, fingerprint, item.token_digest), worker)
-                if row is not None and row.ref.tokens == item.tokens and len(ending[row.ref.end]) < CHAINS_MAX:
-                    ending[row.ref.end].append([*chain, row.ref])
-        longest = ending[max(ending)][0]
-        self._state.count("lookup_tokens_found", longest[-1].end if longest else 0)
-        return longest
+            return self._state.served(name, worker)
+
+        def name_of(parent: bytes, item: PrefixCandidate) -> bytes:
+            return pack_id(tenant_key, parent, fingerprint, item.token_digest)
+
+        longest = _walk(ordered, name_of, find)
+        if self._state.catalog.totals_of(worker.tenant).damaged:
+            stored = _walk(ordered, name_of, lambda name: self._state.stored(name, worker))
+            if len(stored) > len(longest):
+                self._state.probe(stored[:PROBES_MAX])
+                longest = _walk(ordered, name_of, find)
+        self._state.count("lookup_tokens_found", longest[-1].ref.end if longest else 0)
+        return [row.ref for row in longest]
+
+
+def _walk(
+    candidates: Sequence[PrefixCandidate],
+    name_of: Callable[[bytes, PrefixCandidate], bytes],
+    find: Callable[[bytes], PackRow | None],
+) -> list[PackRow]:
+    """The longest chain of what is found. `candidates` are in the order of their first tokens."""
+    ending: defaultdict[int, list[list[PackRow]]] = defaultdict(list, {0: [[]]})
+    for item in candidates:
+        for chain in ending.get(item.first_token, []):
+            row = find(name_of(chain[-1].ref.pack_id if chain else NO_PARENT, item))
+            if row is not None and row.ref.tokens == item.tokens and len(ending[row.ref.end]) < CHAINS_MAX:
+                ending[row.ref.end].append([*chain, row])
+    return ending[max(ending)][0]

@@ -160,11 +160,13 @@ class Registry:
             session.packs.extend(packs)
             self._references.update(row.ref.pack_id for row in packs)
 
-    def retract(self, session: Session) -> None:
-        """Takes the last pack back."""
+    def retract(self, session: Session, count: int) -> None:
+        """Takes the last `count` packs back."""
         with self._lock:
-            self._references.subtract([session.packs.pop().ref.pack_id])
+            first = len(session.packs) - count
+            self._references.subtract(row.ref.pack_id for row in session.packs[first:])
             self._references += Counter()
+            del session.packs[first:]
 
     @contextmanager
     def condemned(self, pack_id: bytes) -> Iterator[None]:

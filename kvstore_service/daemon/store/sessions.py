@@ -1,6 +1,7 @@
 """Sessions: lists of packs that one worker reads."""
 
 from collections.abc import Sequence
+from itertools import product
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.store.registry import Session, Worker
@@ -48,13 +49,16 @@ class Sessions:
             self._state.registry.close(session)
 
     def attach(self, worker: Worker, session_id: str, refs: Sequence[PackRef]) -> int:
-        """Appends committed packs to the session, and to the slots that it is bound to. Returns its tokens."""
+        """Appends committed packs to the session, and to the slots that it is bound to: all or none. Returns its
+        tokens. If one of them is damaged, all damage that opening them shows is marked before this fails."""
         with self._state.acting(worker):
             session = self._state.registry.of(worker, session_id)
+            stored = [self._state.stored(ref.pack_id, worker) for ref in refs]
+            if error := self._state.probe(row for row in stored if row is not None):
+                raise error
             rows = [self._state.row(ref, worker) for ref in refs]
             self.check_chain(session, rows)
-            for row in rows:
-                self.append(session, row)
+            self.extend(session, rows)
             return session.tokens
 
     def check_chain(self, session: Session, rows: Sequence[PackRow]) -> None:
@@ -68,20 +72,27 @@ class Sessions:
         if end > session.declared_max_tokens:
             raise StoreError("FAILED_PRECONDITION", f"{end} tokens; the session declared {session.declared_max_tokens}")
 
-    def append(self, session: Session, row: PackRow) -> None:
+    def extend(self, session: Session, rows: Sequence[PackRow]) -> None:
+        """All or none. Every pack is open before the first slot is told, so that only the end of the worker or of the
+        data plane can come between; a slot that was told then ends, because it cannot be told otherwise."""
         worker = session.worker
-        self._state.registry.append(session, [row])
+        self._state.registry.append(session, list(rows))
+        opened: list[tuple[int, PackRow, int]] = []
+        told: list[int] = []
         try:
-            self._state.row(row.ref, worker)  # it may have been evicted just before
-            for slot in sorted(session.slots):
-                handle = self._state.open_packs.acquire(row)
-                try:
-                    with native.errors():
-                        self._state.plane.extend(registered(worker), slot, handle)
-                except BaseException:
-                    self._state.open_packs.release(row)
-                    raise
+            for row in rows:
+                self._state.row(row.ref, worker)  # it may have been evicted just before
+            for slot, row in product(sorted(session.slots), rows):
+                opened.append((slot, row, self._state.open_packs.acquire(row)))
+            for slot, row, handle in opened:
+                with native.errors():
+                    self._state.plane.extend(registered(worker), slot, handle)
                 worker.bound[slot].packs.append(row)
+                told.append(slot)
         except BaseException:
-            self._state.registry.retract(session)
+            self._state.registry.retract(session, len(rows))
+            for _, row, _ in opened[len(told) :]:
+                self._state.open_packs.release(row)
+            for slot in dict.fromkeys(told):
+                self._slots.release(worker, slot)
             raise

@@ -9,9 +9,9 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from logging import ERROR, WARNING
+from logging import ERROR
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config, machine_bytes
@@ -23,9 +23,11 @@ from kvstore_service.daemon.store.uploads import Uploads
 from kvstore_service.shared.types import PackRef, PackRow, SidecarKey, StoreError
 
 IDLE_PACKS_MAX = 4096
+DAMAGED_LOGGED_MAX = 100  # at a start
 COUNTED = (
-    "commit_exists", "commits", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
-    "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "reserve_exists",
+    "commit_exists", "commits", "files_quarantined", "leftovers_removed", "lookup_damaged", "lookup_errors",
+    "lookup_hits", "lookup_misses", "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes",
+    "reserve_exists",
 )  # fmt: skip
 
 log = logging.getLogger("kvstored.store")
@@ -50,11 +52,10 @@ class State:
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._counts_lock = threading.Lock()
         self._started_s = time.monotonic()
-        for row in catalog.damaged.values():
-            event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file)
-        for name in catalog.removed:
-            event(log, WARNING, "unfinished file removed", file=name)
+        for row, reason in catalog.damaged(DAMAGED_LOGGED_MAX):
+            event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file, reason=reason)
         self.count("leftovers_removed", len(catalog.removed))
+        self.count("files_quarantined", len(catalog.quarantined))
 
     @contextmanager
     def acting(self, worker: Worker, new: bool = False) -> Iterator[None]:
@@ -76,6 +77,25 @@ class State:
         except StoreError:
             self.count("lookup_damaged")
         return None
+
+    def stored(self, name: bytes, worker: Worker) -> PackRow | None:
+        """Like `served`, but a damaged pack too, and without a look at its file."""
+        try:
+            row = self.catalog.any_pack(name)
+        except StoreError:
+            return None
+        return row if row.tenant == worker.tenant else None
+
+    def probe(self, rows: Iterable[PackRow]) -> StoreError | None:
+        """Opens each file that can be served, so that all damage that this shows is marked. The first error."""
+        first = None
+        for row in rows:
+            try:
+                if self.catalog.pack(row.ref.pack_id) is not None:
+                    self.open_packs.probe(row)
+            except StoreError as error:
+                first = first or error
+        return first
 
     def row(self, ref: PackRef, worker: Worker) -> PackRow:
         """The pack that a worker means: NOT_FOUND, DATA_LOSS, or FAILED_PRECONDITION for another build."""
@@ -105,7 +125,7 @@ class State:
 
     def counts(self) -> dict[str, int]:
         with self._counts_lock:
-            return dict(self._counts)
+            return {**self._counts, "sidecars_dropped": self.catalog.sidecars_dropped}
 
     @property
     def uptime_s(self) -> float:

@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.disk.catalog import Catalog, remove_file, sync_directory
+from kvstore_service.daemon.disk.builds import new_build
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.files import remove_file, sync_directory
 from kvstore_service.daemon.store.registry import Session, Worker
 from kvstore_service.shared.types import (
-    BUILD_BYTES,
     DIGEST_BYTES,
     HASH_BLOCK_TOKENS,
     NO_PARENT,
@@ -154,8 +154,8 @@ class Uploads:
 
     def promise(self, wanted_bytes: int) -> None:
         """Sets bytes of the disk tier aside until `unpromise`, or until their row counts them."""
-        _, _, held_bytes = self._catalog.totals()
         with self._lock:
+            held_bytes = self._catalog.totals().stored_bytes
             if held_bytes + self._promised_bytes + wanted_bytes > self._nvme_bytes:
                 raise _full(
                     "nvme_bytes",
@@ -188,11 +188,11 @@ class Uploads:
             if parent_end != item.first_token:
                 raise StoreError("INVALID_ARGUMENT", f"first_token {item.first_token}: the parent ends at {parent_end}")
             name = pack_id(tenant_key, parent_id, session.layout.fingerprint, item.token_digest)
-            build = secrets.token_bytes(BUILD_BYTES)
+            build = new_build(tenant_key, name)
             spec = native.pack_spec(name, build, parent_id, session.layout, item.tokens, self._extent_blocks)
             rows[name] = PackRow(
                 PackRef(name, build, item.first_token, item.tokens), parent_id, session.layout,
-                session.worker.tenant, f"{name.hex()}-{build.hex()}.pack", spec.file_bytes,
+                session.worker.tenant, spec.file_bytes,
             )  # fmt: skip
             parent_id = name
         if len(rows) != len(reservations):
@@ -212,7 +212,7 @@ class Uploads:
         return row.ref.end
 
     def _served(self, name: bytes) -> PackRow | None:
-        return None if name in self._catalog.damaged else self._catalog.pack(name)
+        return self._catalog.served(name)
 
     def _create(self, worker: Worker, row: PackRow) -> Upload:
         ref = row.ref

@@ -1,0 +1,303 @@
+"""What the store says is so: damage is found at once and replaced by one, an attach is whole, an audit never lies."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_service.client import AdminClient, PackRef, SidecarKey, StoreClient, StoreError
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.open_packs import OpenPacks
+from kvstore_service.shared.types import PackRow
+from tests.daemon_process import Daemon
+from tests.faults.life import until
+from tests.service.test_catalog import pack_row
+from tests.service.world import LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
+
+CHAIN = 10
+BLOCK = 4096
+
+
+@contextmanager
+def joined(daemon: Daemon) -> Iterator[TestWorker]:
+    with StoreClient.connect(daemon.socket, daemon.broker, secrets.token_hex(4), timeout_s=20.0) as client:
+        worker = TestWorker(client)
+        yield worker
+        worker.close()
+
+
+@contextmanager
+def operated(directory: Path) -> Iterator[tuple[Daemon, TestWorker, AdminClient]]:
+    with Daemon(directory) as daemon, joined(daemon) as worker:
+        with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+            yield daemon, worker, admin
+
+
+def write_chain(worker: TestWorker, session: str, numbers: range) -> tuple[list[PackRef], int]:
+    """The chain's packs, and how many of them had to be written."""
+    client = worker.client
+    reserved = client.reserve_pack(session, [reservation(number, number) for number in numbers])
+    uploads = [item.upload_id for item in reserved if item.upload_id is not None]
+    for item, number in zip(reserved, numbers, strict=True):
+        if item.upload_id is not None:
+            worker.store(item.upload_id, number)
+    for committed in client.commit_pack(session, uploads):
+        assert committed.error is None
+    return client.lookup_prefix(LAYOUT.fingerprint, [candidate(number, number) for number in numbers]), len(uploads)
+
+
+def file_of(daemon: Daemon, pack: PackRef) -> Path:
+    return daemon.data_dir / "packs" / f"{pack.pack_id.hex()}-{pack.build.hex()}.pack"
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(BLOCK)
+
+
+def garble_head(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"\xff" * 64)
+
+
+def become_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, cut, garble_head, become_a_directory])
+def test_all_damage_of_a_chain_is_found_by_one_lookup_and_mended_by_one_run(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    with Daemon(tmp_path) as daemon, joined(daemon) as worker:
+        packs, written = write_chain(worker, worker.client.open_session(LAYOUT, CHAIN * TOKENS), range(CHAIN))
+        assert (len(packs), written) == (CHAIN, CHAIN)
+    with operated(tmp_path) as (daemon, worker, admin):
+        client = worker.client
+        session = client.open_session(LAYOUT, CHAIN * TOKENS)
+        for pack in packs[1:9]:
+            harm(file_of(daemon, pack))
+        found = client.lookup_prefix(LAYOUT.fingerprint, [candidate(number, number) for number in range(CHAIN)])
+        if harm is garble_head:  # a lookup opens nothing; the attach shows one and then all
+            with pytest.raises(StoreError, match="DATA_LOSS"):
+                client.attach_packs(session, found)
+            found = client.lookup_prefix(LAYOUT.fingerprint, [candidate(number, number) for number in range(CHAIN)])
+        assert found == packs[:1]
+        assert admin.get_status().counters["packs_damaged"] == 8
+        again, written = write_chain(worker, session, range(CHAIN))
+        assert (written, [pack.pack_id for pack in again]) == (8, [pack.pack_id for pack in packs])
+        client.attach_packs(session, again)
+        client.bind_slot(session, 0, again, worker.windows(0))
+        assert [check.detail for check in admin.audit() if not check.ok] == []
+
+
+def test_a_damaged_sidecar_is_no_index_and_can_be_put_anew(tmp_path: Path) -> None:
+    with operated(tmp_path) as (daemon, worker, admin):
+        client = worker.client
+        pack = worker.commit(client.open_session(LAYOUT, TOKENS), 1)
+        key = SidecarKey(pack.pack_id, pack.build, "hash")
+        for dropped, harm in enumerate((cut_short, Path.unlink, become_a_directory), start=1):
+            client.put_sidecar(key, b"index" * 100)
+            (path,) = [path for path in (daemon.data_dir / "sidecars").iterdir() if path.is_file()]
+            harm(path)
+            assert client.get_sidecar(key) is None
+            assert client.get_sidecar(key) is None
+            assert admin.get_status().counters["sidecars_dropped"] == dropped
+        client.put_sidecar(key, b"index" * 100)
+        assert client.get_sidecar(key) == b"index" * 100
+        assert client.lookup_prefix(LAYOUT.fingerprint, [candidate(1)]) == [pack]
+
+
+def cut_short(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def test_an_attach_takes_all_packs_or_none_of_session_and_slot(tmp_path: Path) -> None:
+    with operated(tmp_path) as (daemon, worker, admin):
+        client = worker.client
+        session = client.open_session(LAYOUT, CHAIN * TOKENS)
+        packs, _ = write_chain(worker, session, range(4))
+        client.attach_packs(session, packs[:1])
+        epoch = client.bind_slot(session, 0, packs[:1], worker.windows(0))
+        file_of(daemon, packs[3]).write_bytes(b"\xff" * file_of(daemon, packs[3]).stat().st_size)
+        with pytest.raises(StoreError, match="DATA_LOSS"):
+            client.attach_packs(session, packs[1:])
+        assert admin.describe_session(session).session.tokens == TOKENS
+        records = np.arange(TOKENS, dtype=np.uint32)
+        np.testing.assert_array_equal(worker.gather(0, epoch, records), expected([0], records))
+        with pytest.raises(AssertionError):  # the slot has the first pack's records and no more
+            worker.gather(0, epoch, records[:8] + TOKENS)
+        assert client.attach_packs(session, packs[1:3]) == 3 * TOKENS
+        np.testing.assert_array_equal(worker.gather(0, epoch, records + TOKENS), expected([0, 1], records + TOKENS))
+        assert [check.name for check in admin.audit() if not check.ok] == ["no pack is damaged"]
+
+
+def test_audits_beside_aborts_commits_evictions_and_replacements_find_no_fault(tmp_path: Path) -> None:
+    stop, failed = threading.Event(), list[BaseException]()
+    with Daemon(tmp_path) as daemon, AdminClient.connect(daemon.socket, daemon.broker) as admin:
+
+        def busy(number: int) -> None:
+            try:
+                with joined(daemon) as worker:
+                    live(worker, number)
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        def live(worker: TestWorker, number: int) -> None:
+            client = worker.client
+            session = client.open_session(LAYOUT, 1 << 20)
+            while not stop.is_set():
+                reserved = client.reserve_pack(session, [reservation(number * 1000 + i) for i in range(1)])
+                client.abort_pack([item.upload_id for item in reserved if item.upload_id is not None])
+                pack = worker.commit(session, number)
+                client.put_sidecar(SidecarKey(pack.pack_id, pack.build, "hash"), bytes(3000))
+                cut(file_of(daemon, pack))
+                assert client.lookup_prefix(LAYOUT.fingerprint, [candidate(number)]) == []
+                again = worker.commit(session, number)
+                (evicted,) = admin.evict([again.pack_id])
+                assert evicted.message == ""
+
+        threads = [threading.Thread(target=busy, args=(number,)) for number in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        audits = 0
+        deadline = time.monotonic() + 6.0
+        try:
+            while time.monotonic() < deadline and not failed:
+                wrong = [(check.name, check.detail) for check in admin.audit() if not check.ok]
+                assert [item for item in wrong if item[0] != "no pack is damaged"] == []
+                audits += 1
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(60.0)
+        assert not failed
+        assert audits > 3
+        until(lambda: all(check.ok for check in admin.audit()), "all is well after replacements")
+
+
+# --- open packs ---
+
+
+class Plane:
+    """Opens and closes when it may; `handles` are open."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+        self.waiting = threading.Event()
+        self.handles: dict[int, str] = {}
+        self.slow = ""
+        self.opened = 0
+
+    def _pause(self, path: str) -> None:
+        if self.slow and self.slow in path:
+            self.waiting.set()
+            assert self.may.wait(30.0)
+
+    def open_pack(self, path: str) -> int:
+        self._pause(path)
+        self.opened += 1
+        self.handles[self.opened] = path
+        return self.opened
+
+    def pack_spec(self, handle: int) -> Any:
+        name = Path(self.handles[handle]).name
+
+        class Spec:
+            pack_id, build, tokens = bytes.fromhex(name[:64]), bytes.fromhex(name[65:97]), TOKENS
+
+        return Spec
+
+    def pack_damaged(self, handle: int) -> bool:
+        assert handle in self.handles
+        return False
+
+    def close_pack(self, handle: int) -> None:
+        self._pause(self.handles[handle])
+        del self.handles[handle]
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    with closing(Catalog(tmp_path)) as catalog:
+        yield catalog
+
+
+def background(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_pack_that_is_slow_to_open_or_close_delays_no_other(catalog: Catalog) -> None:
+    rows = [pack_row(catalog, name, build=name) for name in (1, 2, 3)]
+    catalog.commit_packs(rows)
+    plane = Plane()
+    packs = OpenPacks(plane, catalog, idle_max=1)  # type: ignore[arg-type]
+    plane.slow = rows[0].file
+    opening = [background(lambda: packs.acquire(rows[0])) for _ in range(2)]
+    assert plane.waiting.wait(10.0)
+    handle = packs.acquire(rows[1])  # waits for nobody
+    packs.check(rows[0])
+    packs.check(rows[1])
+    assert packs.holders() == (1, 1)
+    plane.may.set()
+    for thread in opening:
+        thread.join(10.0)
+    assert packs.holders() == (2, 3)
+    assert plane.opened == 2  # once for both
+    plane.may.clear()
+    plane.waiting.clear()
+    packs.release(rows[0])
+    closing_first = background(lambda: (packs.release(rows[0]), packs.release(rows[1])))
+    assert plane.waiting.wait(10.0)  # rows[1] came to be idle, so rows[0] is closed
+    assert packs.acquire(rows[2]) != handle
+    reopening = background(lambda: packs.acquire(rows[0]))  # waits for the end of its closing, then opens anew
+    time.sleep(0.05)
+    assert reopening.is_alive()
+    plane.may.set()
+    closing_first.join(10.0)
+    reopening.join(10.0)
+    assert rows[0].file in str(plane.handles.values())
+    assert not reopening.is_alive()
+
+
+def test_a_wait_for_a_slow_open_has_a_deadline(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_service.daemon.disk.open_packs.OPEN_WAIT_S", 0.1)
+    row = pack_row(catalog, 1)
+    catalog.commit_packs([row])
+    plane = Plane()
+    packs = OpenPacks(plane, catalog, idle_max=1)  # type: ignore[arg-type]
+    plane.slow = row.file
+    opening = background(lambda: packs.acquire(row))
+    assert plane.waiting.wait(10.0)
+    with pytest.raises(StoreError, match=r"UNAVAILABLE.*is the disk slow"):
+        packs.acquire(row)
+    plane.may.set()
+    opening.join(10.0)
+    assert packs.holders() == (1, 1)
+
+
+def test_a_replaced_packs_handle_goes_with_its_last_holder(catalog: Catalog) -> None:
+    row: PackRow = pack_row(catalog, 1)
+    catalog.commit_packs([row])
+    plane = Plane()
+    packs = OpenPacks(plane, catalog, idle_max=8)  # type: ignore[arg-type]
+    packs.acquire(row)
+    catalog.mark_damaged(row, "planted")
+    anew = pack_row(catalog, 1, build=2)
+    catalog.commit_packs([anew])
+    assert packs.acquire(anew) in plane.handles
+    packs.release(row)
+    assert packs.holders() == (1, 1)
+    assert [path for path in plane.handles.values() if row.file in path] == []

@@ -40,6 +40,7 @@ class Config:
     metrics_addr: str
     allow_uids: frozenset[int]
     admin_uids: frozenset[int]
+    verify_bytes_per_s: int
     log_format: str
     log_level: str
     tcp: str
@@ -131,6 +132,20 @@ def _admin_uids(value: Any) -> frozenset[int]:
     return _uids(value) | {0} if value == "own" else _uids(value)
 
 
+def _rate(value: Any) -> int:
+    """Bytes per second; 0: unlimited."""
+    if value == "unlimited":
+        return 0
+    try:
+        return settings.size(1 << 20)(value)
+    except ValueError:
+        raise ValueError("write a size of at least 1MiB, such as 200MiB, or unlimited") from None
+
+
+def _show_rate(bytes_per_s: int) -> str:
+    return format_size(bytes_per_s) if bytes_per_s else "unlimited"
+
+
 def _show_uids(uids: frozenset[int]) -> str:
     return ",".join(map(str, sorted(uids)))
 
@@ -167,6 +182,7 @@ KEYS = (
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),
     Key("allow_uids", lambda: "own", _uids, "user ids whose workers are served: own, or 0,1000", _show_uids),
     Key("admin_uids", lambda: "own", _admin_uids, "who may administer: own (and root), or 0,1000", _show_uids),
+    Key("verify_bytes_per_s", lambda: "200MiB", _rate, "most bytes a second that kvctl verify reads", _show_rate),
     Key("log_format", lambda: "text", settings.choice(*logs.FORMATS), "lines on stderr: text (key=value) or json"),
     Key("log_level", lambda: "info", settings.choice(*logs.LEVELS), "least serious event that is logged"),
     Key("tcp", lambda: "off", _address, "HOST:PORT of AdminService over mutual TLS, or off"),

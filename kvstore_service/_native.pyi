@@ -63,6 +63,9 @@ class RingGeometry:
     completions_bytes: int
 
 def crc32c(data: bytes) -> int: ...
+def block_crcs(build: bytes, first_block: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """The checksum of each 4 KiB block as a pack's table has it; `first_block` counts from the file's start."""
+
 def crc32c_portable(data: bytes) -> int:
     """The same without special instructions."""
 

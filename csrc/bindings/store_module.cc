@@ -72,6 +72,21 @@ nb::object read_map(DataPlane& plane, uint32_t pack) {
   return to_array(std::move(map), {h.layers, h.kinds[0].lanes, h.tokens});
 }
 
+using Blocks = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::object block_crcs(const nb::bytes& build, uint64_t first_block, Blocks blocks) {
+  uint8_t key[sizeof PackHeader::build];
+  set_bytes(key, build, "build");
+  if (blocks.shape(0) % kBlockBytes != 0) throw invalid_argument("blocks: whole blocks of 4096 bytes");
+  std::vector<uint32_t> crcs(blocks.shape(0) / kBlockBytes);
+  {
+    nb::gil_scoped_release release;
+    for (size_t i = 0; i < crcs.size(); ++i) crcs[i] = block_crc(key, first_block + i, blocks.data() + i * kBlockBytes);
+  }
+  size_t count = crcs.size();
+  return to_array(std::move(crcs), {count});
+}
+
 using HotRecords = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void warm(DataPlane& plane, uint32_t pack, HotRecords hot) {
@@ -281,5 +296,6 @@ NB_MODULE(_native, m) {
   m.def("io_shim_counts", &shim_counts);
 #endif
   m.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
+  m.def("block_crcs", &block_crcs, "build"_a, "first_block"_a, "blocks"_a);
   m.def("crc32c_portable", [](nb::bytes data) { return crc32c_portable(0, data.c_str(), data.size()); }, "data"_a);
 }

@@ -48,6 +48,7 @@ class Config:
     allow_uids: frozenset[int]
     admin_uids: frozenset[int]
     socket_group: int | None
+    verify_bytes_per_s: int
     log_format: str
     log_level: str
     tcp: str
@@ -158,6 +159,20 @@ def _show_group(group: int | None) -> str:
     return "none" if group is None else str(group)
 
 
+def _rate(value: Any) -> int:
+    """Bytes per second; 0: unlimited."""
+    if value == "unlimited":
+        return 0
+    try:
+        return settings.size(1 << 20)(value)
+    except ValueError:
+        raise ValueError("write a size of at least 1MiB, such as 200MiB, or unlimited") from None
+
+
+def _show_rate(bytes_per_s: int) -> str:
+    return format_size(bytes_per_s) if bytes_per_s else "unlimited"
+
+
 def _show_uids(uids: frozenset[int]) -> str:
     return ",".join(map(str, sorted(uids)))
 
@@ -212,6 +227,7 @@ KEYS = (
         "group that may connect (needed by uids of others): name or id",
         _show_group,
     ),
+    Key("verify_bytes_per_s", lambda: "200MiB", _rate, "most bytes a second that kvctl verify reads", _show_rate),
     Key("log_format", lambda: "text", settings.choice(*logs.FORMATS), "lines on stderr: text (key=value) or json"),
     Key("log_level", lambda: "info", settings.choice(*logs.LEVELS), "least serious event that is logged"),
     Key("tcp", lambda: "off", _address, "HOST:PORT of AdminService over mutual TLS, or off"),

@@ -23,7 +23,7 @@ from tests.service.world import LAYOUT
 ALWAYS = 1 << 40
 ROOT = Path(__file__).parents[2]
 WRITES = ("upload.segment", "upload.tail", "upload.header")
-READS = ("pack.header", "pack.crcs", "pack.map", "pack.verify", "gather", "read_ahead")
+READS = ("pack.header", "pack.crcs", "pack.map", "gather", "read_ahead")
 OTHERS = ("upload.open", "upload.allocate", "upload.tail_sync", "upload.header_sync", "pack.open", "pack.stat")
 # Failures of these are repaired where they happen: another unlink, another submit.
 QUIET = ("upload.unlink", "submit")

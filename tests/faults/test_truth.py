@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 
 from kvstore_service.client import AdminClient, PackRef, SidecarKey, StoreClient, StoreError
+from kvstore_service.daemon import config
+from kvstore_service.daemon.disk import sidecars
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
+from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.shared.types import PackRow
 from tests.daemon_process import Daemon
 from tests.faults.life import until
@@ -36,9 +40,12 @@ def joined(daemon: Daemon) -> Iterator[TestWorker]:
 
 @contextmanager
 def operated(directory: Path) -> Iterator[tuple[Daemon, TestWorker, AdminClient]]:
-    with Daemon(directory) as daemon, joined(daemon) as worker:
-        with AdminClient.connect(daemon.socket, daemon.broker) as admin:
-            yield daemon, worker, admin
+    with (
+        Daemon(directory) as daemon,
+        joined(daemon) as worker,
+        AdminClient.connect(daemon.socket, daemon.broker) as admin,
+    ):
+        yield daemon, worker, admin
 
 
 def write_chain(worker: TestWorker, session: str, numbers: range) -> tuple[list[PackRef], int]:
@@ -301,3 +308,98 @@ def test_a_replaced_packs_handle_goes_with_its_last_holder(catalog: Catalog) -> 
     packs.release(row)
     assert packs.holders() == (1, 1)
     assert [path for path in plane.handles.values() if row.file in path] == []
+
+
+# --- verify ---
+
+TOUCHED = ("frames_used", "extent_hits", "extent_misses", "evictions", "nvme_read_bytes", "packs_open")
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_verify_touches_no_frame_and_opens_no_pack(tmp_path: Path) -> None:
+    with operated(tmp_path) as (_, worker, admin):
+        client = worker.client
+        session = client.open_session(LAYOUT, CHAIN * TOKENS)
+        packs, _ = write_chain(worker, session, range(CHAIN))
+        client.attach_packs(session, packs[:2])
+        epoch = client.bind_slot(session, 0, packs[:2], worker.windows(0))
+        records = np.arange(2 * TOKENS, dtype=np.uint32)[::3]
+        worker.gather(0, epoch, records)
+        before = admin.get_status().counters
+        assert [(item.bad_blocks, item.error) for item in admin.verify()] == [([], "")] * CHAIN
+        after = admin.get_status().counters
+        assert {name: after[name] for name in TOUCHED} == {name: before[name] for name in TOUCHED}
+        worker.gather(0, epoch, records)
+        assert admin.get_status().counters["extent_misses"] == after["extent_misses"]
+
+
+def test_verify_names_every_bad_block_and_drops_a_damaged_sidecar(tmp_path: Path) -> None:
+    with operated(tmp_path) as (daemon, worker, admin):
+        client = worker.client
+        packs = [worker.commit(client.open_session(LAYOUT, TOKENS), number) for number in range(5)]
+        keys = [SidecarKey(pack.pack_id, pack.build, "hash") for pack in packs]
+        for key in keys[:2]:
+            client.put_sidecar(key, bytes(9000))
+        size = file_of(daemon, packs[0]).stat().st_size
+        flip(file_of(daemon, packs[0]), BLOCK * 3 + 5)
+        flip(file_of(daemon, packs[0]), BLOCK * 7)
+        flip(file_of(daemon, packs[1]), 100)
+        flip(file_of(daemon, packs[2]), size - BLOCK)
+        os.truncate(file_of(daemon, packs[3]), size - 1)
+        flip(next(path for path in (daemon.data_dir / "sidecars").iterdir() if sidecar_of(path) == keys[0]), 200)
+        answers = {item.pack_id: (list(item.bad_blocks), item.error) for item in admin.verify()}
+        found = [answers[pack.pack_id] for pack in packs]
+        assert found[0][0] == [3, 7]
+        assert "sidecar 'hash' was damaged" in found[0][1]
+        assert "header checksum" in found[1][1]
+        assert "checksum of the checksum table" in found[2][1]
+        assert "ends before" in found[3][1]
+        assert found[4] == ([], "")
+        counters = admin.get_status().counters
+        assert counters["packs_damaged"] == 4
+        assert counters["sidecars_dropped"] == 1
+
+
+def sidecar_of(path: Path) -> SidecarKey:
+    return sidecars.parse(path.read_bytes())[0]
+
+
+def test_damage_that_a_read_meets_has_the_rest_of_its_chain_verified(tmp_path: Path) -> None:
+    """A flipped bit shows when it is read; the other seven need no run each."""
+    with operated(tmp_path) as (daemon, worker, admin):
+        client = worker.client
+        session = client.open_session(LAYOUT, CHAIN * TOKENS)
+        packs, _ = write_chain(worker, session, range(CHAIN))
+        for pack in packs[1:9]:
+            flip(file_of(daemon, pack), BLOCK * 3 + 5)
+        client.attach_packs(session, packs)
+        epoch = client.bind_slot(session, 0, packs, worker.windows(0))
+        with pytest.raises(AssertionError):
+            worker.gather(0, epoch, np.arange(4 * TOKENS, 5 * TOKENS, dtype=np.uint32))
+        assert client.lookup_prefix(LAYOUT.fingerprint, [candidate(4, 4)]) == []
+        until(lambda: looked_up(client) == packs[:1], "the first damaged pack is known")
+        until(lambda: admin.get_status().counters["packs_damaged"] == 8, "all damage is known")
+
+
+def looked_up(client: StoreClient) -> list[PackRef]:
+    return client.lookup_prefix(LAYOUT.fingerprint, [candidate(number, number) for number in range(CHAIN)])
+
+
+def test_verify_keeps_to_its_rate_and_to_none(tmp_path: Path) -> None:
+    assert config.load(["--verify-bytes-per-s=unlimited"]).verify_bytes_per_s == 0
+    with closing(Catalog(tmp_path)) as catalog:
+        paced = Verifier(catalog, 1 << 20)
+        started = time.monotonic()
+        for _ in range(4):
+            paced._pace(100_000)
+        assert time.monotonic() - started > 0.3  # bytes / rate, whatever else the machine does
+        paced.close()
+        with pytest.raises(StoreError, match="ending"):
+            paced._pace(1)

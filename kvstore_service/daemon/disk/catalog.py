@@ -104,7 +104,7 @@ class Catalog:
 
     A pack is damaged if its file is gone, cut short or failed a check; it keeps its row until the same id is committed
     anew, and is not served. `removed` and `quarantined` name the leftovers that the start found. `on_gone` is told
-    each row that ended (evicted, or replaced by a new build), outside the lock."""
+    each row that ended (evicted, or replaced by a new build), `on_damaged` each newly marked one; outside the lock."""
 
     def __init__(self, data_dir: Path) -> None:
         """FAILED_PRECONDITION if another daemon holds `data_dir` or a newer version wrote it."""
@@ -117,6 +117,7 @@ class Catalog:
         for name in ("lock", "packs.stamp", *(f"catalog.sqlite{end}" for end in ("", "-wal", "-shm", "-journal"))):
             directories.require_plain(data_dir / name)
         self.on_gone: Callable[[PackRow], None] = lambda row: None
+        self.on_damaged: Callable[[PackRow], None] = lambda row: None
         self._touched: dict[bytes, float] = {}
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
@@ -219,6 +220,7 @@ class Catalog:
                 db.execute("UPDATE packs SET damage = ? WHERE pack_id = ?", (reason, name))
         if held[1] is None:
             event(log, logging.ERROR, "pack damaged", pack_id=name.hex(), file=row.file, reason=reason)
+            self.on_damaged(row)
         return True
 
     def damaged(self, limit: int = -1) -> list[tuple[PackRow, str]]:
@@ -298,6 +300,13 @@ class Catalog:
         query = f"SELECT {_PACK_COLUMNS} FROM packs WHERE pack_id > ? ORDER BY pack_id LIMIT ?"
         with self._lock:
             return [_pack_row(row) for row in self._db.execute(query, (after, limit)).fetchall()]
+
+    def every_pack(self) -> Iterator[PackRow]:
+        """Page by page, in the order of their ids; what comes or goes meanwhile may or may not be there."""
+        after = b""
+        while rows := self.packs(after, _SCAN_ROWS):
+            yield from rows
+            after = rows[-1].ref.pack_id
 
     def page(self, wanted: PackFilter, after: bytes = b"", limit: int = 1000) -> tuple[list[ListedPack], bytes | None]:
         """Up to `limit` packs that pass the filter, in the order of their ids, and where the next page begins; None

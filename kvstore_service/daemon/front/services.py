@@ -205,7 +205,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
         return admin_pb.AuditResponse(checks=checks)
 
     def Verify(self, request: admin_pb.VerifyRequest, context: Call) -> Iterator[admin_pb.VerifyResponse]:
-        rows = self._store.operation.packs_to_verify(list(request.pack_ids))
+        total, rows = self._store.operation.packs_to_verify(list(request.pack_ids))
         for done, row in enumerate(rows, start=1):
             if not context.is_active():
                 return
@@ -213,7 +213,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
             yield admin_pb.VerifyResponse(
                 pack_id=row.ref.pack_id,
                 done=done,
-                total=len(rows),
+                total=max(total, done),
                 bytes=row.file_bytes,
                 bad_blocks=bad_blocks,
                 error=error,

@@ -1,11 +1,10 @@
 """Operation: what an operator sees and does, over all tenants."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from logging import INFO
 
-from kvstore_service.daemon import native
 from kvstore_service.daemon.disk.catalog import ListedPack, PackFilter
 from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store import audit
@@ -82,20 +81,16 @@ class Operation:
         parts = audit.Audited(state.catalog, state.uploads, state.open_packs, state.registry, state.plane, state.counts)
         return audit.read(parts, AUDIT_LOOKS, lambda: time.sleep(AUDIT_PAUSE_S))
 
-    def packs_to_verify(self, pack_ids: Sequence[bytes]) -> list[PackRow]:
-        """The packs named, or all; NOT_FOUND."""
-        return [self._state.catalog.any_pack(name) for name in pack_ids] if pack_ids else self._state.catalog.packs()
+    def packs_to_verify(self, pack_ids: Sequence[bytes]) -> tuple[int, Iterator[PackRow]]:
+        """The packs named, or all, and how many that are; NOT_FOUND."""
+        if pack_ids:
+            return len(pack_ids), iter([self._state.catalog.any_pack(name) for name in pack_ids])
+        return self._state.catalog.totals().packs, self._state.catalog.every_pack()
 
     def verify(self, row: PackRow) -> tuple[list[int], str]:
-        """Reads every block of the pack from disk: (bad blocks, error). A pack with either is served no more."""
-        try:
-            with self._state.open_packs.using(row) as handle, native.errors():
-                bad_blocks = self._state.plane.verify_pack(handle)
-        except StoreError as error:
-            return [], error.message
-        if bad_blocks:
-            self._state.catalog.mark_damaged(row, f"{len(bad_blocks)} bad blocks")
-        return bad_blocks, ""
+        """Reads every block of the pack from disk, and its sidecars: (bad blocks, error). A pack whose bytes are not
+        what was committed is served no more, a sidecar goes."""
+        return self._state.verifier.verify(row)
 
     def counters(self) -> dict[str, int]:
         """Of the data plane and of the store, since the start."""

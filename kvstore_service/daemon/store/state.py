@@ -17,6 +17,7 @@ from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config, machine_bytes
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
+from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store.registry import Binding, Limits, Registry, Worker
 from kvstore_service.daemon.store.uploads import Uploads
@@ -42,6 +43,7 @@ class State:
         self.plane = plane
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.open_packs = OpenPacks(plane, catalog, min(IDLE_PACKS_MAX, descriptors // 4))
+        self.verifier = Verifier(catalog, config.verify_bytes_per_s)
         self.uploads = Uploads(plane, catalog, config.nvme_bytes, config.pack_tokens, config.extent_blocks)
         users = len(config.allow_uids)
         self.registry = Registry(

@@ -30,6 +30,7 @@ class Store:
         """Releases every worker; what was committed stays."""
         for worker in self.state.registry.workers():
             self.workers.release(worker)
+        self.state.verifier.close()
         self.state.uploads.close()
         self.state.plane.close()
         self.state.catalog.close()

@@ -86,15 +86,19 @@ class PackRef:
 
 @dataclass(frozen=True)
 class PackRow:
-    """A committed pack. `file` is its name under packs/."""
+    """A committed pack."""
 
     ref: PackRef
     parent: bytes
     layout: Layout
     tenant: str
-    file: str
     file_bytes: int
     created_s: float = field(default_factory=time.time)
+
+    @property
+    def file(self) -> str:
+        """Its name under packs/."""
+        return f"{self.ref.pack_id.hex()}-{self.ref.build.hex()}.pack"
 
 
 @dataclass(frozen=True)

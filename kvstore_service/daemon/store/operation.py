@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from logging import INFO
 
 from kvstore_service.daemon import native
+from kvstore_service.daemon.disk.catalog import ListedPack, PackFilter
 from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store import audit
 from kvstore_service.daemon.store.state import State, log
@@ -98,12 +99,12 @@ class Operation:
 
     def counters(self) -> dict[str, int]:
         """Of the data plane and of the store, since the start."""
-        packs, pack_bytes, stored_bytes = self._state.catalog.totals()
+        totals = self._state.catalog.totals()
         gauges = {
-            "packs": packs,
-            "pack_bytes": pack_bytes,
-            "stored_bytes": stored_bytes,
-            "packs_damaged": len(self._state.catalog.damaged),
+            "packs": totals.packs,
+            "pack_bytes": totals.pack_bytes,
+            "stored_bytes": totals.stored_bytes,
+            "packs_damaged": totals.damaged,
             "uploads_reserved": self._state.uploads.open_count(),
             "sessions": len(self._state.registry.all()),
             "draining": int(self._state.draining.is_set()),
@@ -112,11 +113,12 @@ class Operation:
 
     def packs(self, after: bytes, limit: int) -> list[DescribedPack]:
         """In the order of ids."""
-        return [self.described(row) for row in self._state.catalog.packs(after, limit)]
+        listed, _ = self._state.catalog.page(PackFilter(), after, limit)
+        return [self._described(item) for item in listed]
 
     def described(self, row: PackRow) -> DescribedPack:
-        name = row.ref.pack_id
-        return DescribedPack(
-            row, self._state.registry.references(name), self._state.catalog.sidecar_kinds(name),
-            self._state.catalog.is_pinned(name), name in self._state.catalog.damaged,
-        )  # fmt: skip
+        return self._described(self._state.catalog.listed(row.ref.pack_id))
+
+    def _described(self, item: ListedPack) -> DescribedPack:
+        references = self._state.registry.references(item.row.ref.pack_id)
+        return DescribedPack(item.row, references, list(item.sidecars), item.pinned, item.damaged)

@@ -24,6 +24,7 @@ from kvstore_service.shared.types import PackRef, PackRow, SidecarKey, StoreErro
 
 WORKERS_MAX = 64
 IDLE_PACKS_MAX = 4096
+DAMAGED_LOGGED_MAX = 100  # at a start
 COUNTED = (
     "commit_exists", "commits", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
     "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "reserve_exists",
@@ -49,8 +50,8 @@ class State:
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._counts_lock = threading.Lock()
         self._started_s = time.monotonic()
-        for row in catalog.damaged.values():
-            event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file)
+        for row, reason in catalog.damaged(DAMAGED_LOGGED_MAX):
+            event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file, reason=reason)
         for name in catalog.removed:
             event(log, WARNING, "unfinished file removed", file=name)
         self.count("leftovers_removed", len(catalog.removed))

@@ -278,8 +278,8 @@ class Uploads:
 
     def promise(self, wanted_bytes: int) -> None:
         """Sets bytes of the disk tier aside until `unpromise`, or until their row counts them."""
-        _, _, held_bytes = self._catalog.totals()
         with self._lock:
+            held_bytes = self._catalog.totals().stored_bytes
             if held_bytes + self._promised_bytes + wanted_bytes > self._nvme_bytes:
                 raise full(
                     "nvme_bytes",
@@ -316,7 +316,7 @@ class Uploads:
             spec = native.pack_spec(name, build, parent_id, session.layout, item.tokens, self._extent_blocks)
             rows[name] = PackRow(
                 PackRef(name, build, item.first_token, item.tokens), parent_id, session.layout,
-                session.worker.tenant, f"{name.hex()}-{build.hex()}.pack", spec.file_bytes,
+                session.worker.tenant, spec.file_bytes,
             )  # fmt: skip
             parent_id = name
         if len(rows) != len(reservations):
@@ -336,7 +336,7 @@ class Uploads:
         return row.ref.end
 
     def _served(self, name: bytes) -> PackRow | None:
-        return None if name in self._catalog.damaged else self._catalog.pack(name)
+        return self._catalog.served(name)
 
     def _create(self, worker: Worker, row: PackRow) -> Upload:
         ref = row.ref

@@ -40,6 +40,7 @@ class Config:
     on_full: str
     evict_high: float
     evict_low: float
+    lease_s: float
     upload_stall_s: float
     upload_ttl_s: float
     drain_s: float
@@ -171,31 +172,14 @@ KEYS = (
     Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),
     Key(
-        "on_full",
-        lambda: "evict",
-        settings.choice("evict", "refuse"),
-        "a full store: evict what is used least, or refuse",
+        "on_full", lambda: "evict", settings.choice("evict", "refuse"), "a full store evicts what is used least, or not"
     ),
-    Key(
-        "evict_high",
-        lambda: 0.95,
-        settings.number(0.1, 1.0),
-        "part of nvme_bytes (or of a quota) above which packs are evicted",
-    ),
-    Key("evict_low", lambda: 0.9, settings.number(0.1, 1.0), "part of it down to which they are"),
-    Key(
-        "upload_stall_s",
-        lambda: 10.0,
-        settings.number(0.0, 86400.0),
-        "a worker without progress keeps others from its packs so long",
-    ),
-    Key(
-        "upload_ttl_s",
-        lambda: 600.0,
-        settings.number(0.0, 86400.0),
-        "uploads of a worker without progress are aborted after this",
-    ),
-    Key("drain_s", lambda: 30.0, settings.number(0.0, 86400.0), "time that open sessions get to end after SIGTERM"),
+    Key("evict_high", lambda: 0.95, settings.number(0.1, 1), "part of nvme_bytes, or a quota, above which it evicts"),
+    Key("evict_low", lambda: 0.9, settings.number(0.1, 1), "part of it down to which it does"),
+    Key("lease_s", lambda: 10, settings.number(0, 86400), "time to attach a pack that was found or committed"),
+    Key("upload_stall_s", lambda: 10, settings.number(0, 86400), "a worker without progress blocks others so long"),
+    Key("upload_ttl_s", lambda: 600, settings.number(0, 86400), "then the uploads of such a worker are aborted"),
+    Key("drain_s", lambda: 30, settings.number(0, 86400), "time that open sessions have to end after SIGTERM"),
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),
     Key("allow_uids", lambda: "own", _uids, "user ids whose workers are served: own, or 0,1000", _show_uids),
     Key("admin_uids", lambda: "own", _admin_uids, "who may administer: own (and root), or 0,1000", _show_uids),

@@ -11,25 +11,24 @@ from typing import TypeVar
 
 from kvstore_service.daemon.logs import event
 
-BALLAST_BYTES = 4 << 20
-_SPARE_BYTES = 4 * BALLAST_BYTES  # that the disk has left when the ballast is taken on again
+BALLAST_BYTES = 1 << 20  # many transactions of the catalogue
+_SPARE_BYTES = 2 * BALLAST_BYTES  # that the disk has left when the ballast is taken on
 _T = TypeVar("_T")
 
 log = getLogger("kvstored.disk")
 
 
 class Ballast:
-    """Thread-safe. On a disk that is too full for it there is none."""
+    """Thread-safe. On a disk that is too full for it there is none, and at a start there is none until `take_on`."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / "ballast"
         self._lock = Lock()
         self._path.unlink(missing_ok=True)
         self._aboard = False
-        self.restore()
 
-    def restore(self) -> None:
-        """Takes the ballast on if there is room for it."""
+    def take_on(self) -> None:
+        """If there is room for it."""
         with self._lock:
             if self._aboard or free_bytes(self._path.parent) < _SPARE_BYTES:
                 return
@@ -43,6 +42,11 @@ class Ballast:
                     raise
             finally:
                 os.close(fd)
+
+    def owed_bytes(self) -> int:
+        """What should stay free while there is no ballast."""
+        with self._lock:
+            return 0 if self._aboard else BALLAST_BYTES
 
     def drop(self) -> bool:
         """Gives its space to whoever writes next. False if it is gone already."""

@@ -61,7 +61,10 @@ class StoreService(pb_grpc.StoreServiceServicer):
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
         layout = wire.layout_of(request.layout)
-        session = self._store.sessions.open(self._caller(context), layout, request.declared_max_tokens)
+        worker = self._caller(context)
+        session = self._store.sessions.open(worker, layout, request.declared_max_tokens)
+        if not context.is_active():  # nobody will ever learn its id
+            self._store.sessions.close(worker, session.session_id)
         return pb.OpenSessionResponse(session_id=session.session_id)
 
     def ForkSession(self, request: pb.ForkSessionRequest, context: grpc.ServicerContext) -> pb.ForkSessionResponse:
@@ -200,7 +203,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
         return admin_pb.ListPacksResponse(packs=[_pack(item) for item in packs], next_page_token=token)
 
     def Pin(self, request: admin_pb.PinRequest, context: grpc.ServicerContext) -> admin_pb.PinResponse:
-        self._store.operation.pin(request.pack_ids, pinned=True)
+        self._store.operation.pin(request.pack_ids, pinned=True, ttl_s=request.ttl_s)
         return admin_pb.PinResponse()
 
     def Unpin(self, request: admin_pb.UnpinRequest, context: grpc.ServicerContext) -> admin_pb.UnpinResponse:

@@ -1,6 +1,7 @@
 """Eviction: removes packs, those that an operator names or those that are used least."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from logging import DEBUG, INFO, getLogger
 
 from kvstore_service.daemon.disk.ballast import Ballast
@@ -57,20 +58,22 @@ class Eviction:
         """Evicts what is used least, of one tenant or of all, until so many bytes are free or `packs_max` packs are
         gone. Returns the bytes freed: fewer if the rest is in use."""
         freed_bytes = packs = 0
-        found = True
-        while found:  # what an evicted pack continued may be a victim now
-            found = False
-            after: Victim | None = None
-            while batch := self._ballast.behind(lambda: self._catalog.victims(BATCH, tenant, after)):
-                for victim in batch:
-                    if freed_bytes >= wanted_bytes or packs >= packs_max:
-                        return freed_bytes
-                    size_bytes = self._take(victim.row)
+        while True:
+            before = packs
+            for row in self._victims(tenant):
+                if freed_bytes >= wanted_bytes or packs >= packs_max:
+                    return freed_bytes
+                if size_bytes := self._take(row):
                     freed_bytes += size_bytes
-                    packs += bool(size_bytes)
-                    found = found or bool(size_bytes)
-                after = batch[-1]
-        return freed_bytes
+                    packs += 1
+            if packs == before:  # else what those packs continued may go now
+                return freed_bytes
+
+    def _victims(self, tenant: str | None) -> Iterator[PackRow]:
+        after: Victim | None = None
+        while batch := self._ballast.behind(partial(self._catalog.victims, BATCH, tenant, after)):
+            yield from (victim.row for victim in batch)
+            after = batch[-1]
 
     def _take(self, row: PackRow) -> int:
         """The bytes of a pack that nobody needs now, or 0."""

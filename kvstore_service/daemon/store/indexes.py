@@ -23,11 +23,11 @@ class Indexes:
                     "INVALID_ARGUMENT", f"a sidecar has a kind other than map and at most 1 GiB: {key.kind!r}"
                 )
             size_bytes = sidecars.file_bytes(len(content))
-            self._state.uploads.promise(size_bytes)
+            self._state.room.promise(worker.tenant, size_bytes)
             try:
                 sidecars.write(self._state.catalog, key, content)
             finally:
-                self._state.uploads.unpromise(size_bytes)
+                self._state.room.unpromise(worker.tenant, size_bytes)
 
     def get(self, worker: Worker, key: SidecarKey) -> bytes:
         """NOT_FOUND if nobody has put it. Kind "map": the pack's record -> token map, u16[layers, lanes, tokens]."""

@@ -10,6 +10,7 @@ from kvstore_service.shared.types import NO_PARENT, PackRef, PrefixCandidate, St
 
 CANDIDATES_MAX = 16384
 CHAINS_MAX = 8
+LOOKS = 3  # at a chain that is being evicted meanwhile
 
 
 class Prefixes:
@@ -22,12 +23,27 @@ class Prefixes:
         """The longest chain of whole packs from token 0, over candidates that may overlap (different pack sizes)."""
         self._state.count("lookups")
         try:
-            longest = self._longest(worker, fingerprint, candidates)
+            longest = self._leased(worker, fingerprint, candidates)
         except BaseException:
             self._state.count("lookup_errors")
             raise
         self._state.count("lookup_hits" if longest else "lookup_misses")
         return longest
+
+    def _leased(self, worker: Worker, fingerprint: bytes, candidates: Sequence[PrefixCandidate]) -> list[PackRef]:
+        """What is found stays for a while: the last pack's lease keeps the whole chain from being evicted."""
+        for _ in range(LOOKS):
+            found = self._longest(worker, fingerprint, candidates)
+            if not found:
+                return found
+            last = found[-1].pack_id
+            self._state.leases.take([last], worker.token)
+            # It may have gone between the look and the lease.
+            if not self._state.registry.is_condemned(last) and self._state.catalog.served(last) is not None:
+                break
+        self._state.use([ref.pack_id for ref in found])
+        self._state.count("lookup_tokens_found", found[-1].end)
+        return found
 
     def _longest(self, worker: Worker, fingerprint: bytes, candidates: Sequence[PrefixCandidate]) -> list[PackRef]:
         if len(candidates) > CANDIDATES_MAX:
@@ -40,6 +56,4 @@ class Prefixes:
                 row = self._state.served(pack_id(key, parent, fingerprint, item.token_digest), worker)
                 if row is not None and row.ref.tokens == item.tokens and len(ending[row.ref.end]) < CHAINS_MAX:
                     ending[row.ref.end].append([*chain, row.ref])
-        longest = ending[max(ending)][0]
-        self._state.count("lookup_tokens_found", longest[-1].end if longest else 0)
-        return longest
+        return ending[max(ending)][0]

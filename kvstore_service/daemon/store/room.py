@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore_service.daemon.config import Config
+from kvstore_service.daemon.disk.ballast import free_bytes
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.store.eviction import Eviction
 from kvstore_service.shared.types import StoreError, Violation
@@ -105,6 +106,15 @@ class Room:
             if bound.used_bytes > self._config.evict_high * bound.limit_bytes:
                 excess_bytes = bound.used_bytes - int(self._config.evict_low * bound.limit_bytes)
                 self._eviction.free(excess_bytes, bound.tenant, PACKS_PER_TURN)
+
+    def clear_disk(self, wanted_bytes: int) -> None:
+        """Evicts where the disk itself, whatever the bounds, has no room for so many bytes and the ballast."""
+        free = free_bytes(self._catalog.packs_dir)
+        short_bytes = wanted_bytes + self._catalog.ballast.owed_bytes() - free
+        if self._config.on_full != "evict" or short_bytes <= 0:
+            return
+        if self._eviction.free(short_bytes, None, PACKS_PER_TURN) < short_bytes:
+            raise full("disk", f"{free} B are free on the disk; {wanted_bytes} B more do not fit")
 
     def set_quota(self, tenant: str, limit_bytes: int) -> None:
         """0: none. For a caller that has made it durable."""

@@ -16,7 +16,7 @@ class AdminClient(Client):
     """An operator's view of the daemon; answers are messages of admin_service.proto."""
 
     def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
-        super().__init__(socket, broker, name, timeout_s)
+        super().__init__(socket, broker, name, timeout_s, operator=True)
         self._stub = admin_grpc.AdminServiceStub(self._channel)
 
     @classmethod

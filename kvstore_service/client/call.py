@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import random
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -18,14 +20,15 @@ from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.shared.types import StoreError, Violation
 
 COMMIT_TIMEOUT_S = 120.0
+RECONNECT_S = 0.05
 
 
 class Client:
     """Thread-safe. What it holds in the daemon lives until `close`."""
 
-    def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
+    def __init__(self, socket: str, broker: str, name: str, timeout_s: float, operator: bool = False) -> None:
         self._timeout_s = timeout_s
-        self._connection = BrokerConnection(broker, name, timeout_s)
+        self._connection = BrokerConnection(broker, name, timeout_s, operator)
         # A connection of its own: a shared one may still be backing off from a daemon that was gone.
         options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
@@ -34,12 +37,22 @@ class Client:
         self.rpc_count = 0
         _clients.add(self)
 
-    def require_serving(self) -> None:
-        """UNAVAILABLE unless the daemon answers and takes new work."""
+    @property
+    def draining(self) -> bool:
+        """Whether the daemon refuses new work; asks it. UNAVAILABLE if it does not answer."""
         request = health_pb2.HealthCheckRequest(service="")
         answer = self._call(health_pb2_grpc.HealthStub(self._channel).Check, request)
-        if answer.status != health_pb2.HealthCheckResponse.SERVING:
-            raise StoreError("UNAVAILABLE", "the daemon is draining")
+        return bool(answer.status != health_pb2.HealthCheckResponse.SERVING)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the daemon has ended this client's connection, and freed what it held. Costs no call."""
+        return self._connection.ended
+
+    def require_serving(self) -> None:
+        """UNAVAILABLE unless the daemon answers and takes new work."""
+        if self.draining:
+            raise StoreError("UNAVAILABLE", "the daemon is draining", reason="DRAINING")
 
     @property
     def closed(self) -> bool:
@@ -64,14 +77,31 @@ class Client:
         return (("kvstore-token", self._connection.token), ("kvstore-request-id", request_id))
 
     def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None = None) -> Any:
-        """One call with a deadline. Mutations carry a fresh idempotency key."""
+        """One call with a deadline. Within it the call is made again if the daemon was too busy to take it, or if the
+        connection broke and the daemon lives; a mutation's idempotency key sees to it that it is done once."""
         request_id = secrets.token_hex(8)
-        with self._count_lock:
-            self.rpc_count += 1
+        deadline_s = time.monotonic() + (timeout_s or self._timeout_s)
         if "idempotency_key" in request.DESCRIPTOR.fields_by_name:
             request.idempotency_key = secrets.token_hex(16)
-        with self._typed_errors(request_id):
-            return method(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata(request_id))
+        while True:
+            with self._count_lock:
+                self.rpc_count += 1
+            try:
+                with self._typed_errors(request_id):
+                    left_s = max(0.0, deadline_s - time.monotonic())
+                    return method(request, timeout=left_s, metadata=self._metadata(request_id))
+            except StoreError as error:
+                wait_s = self._pause_s(error)
+                if wait_s is None or time.monotonic() + wait_s >= deadline_s:
+                    raise
+                time.sleep(wait_s)
+
+    def _pause_s(self, error: StoreError) -> float | None:
+        """How long to wait before the same call again; None if it would not help."""
+        if error.reason == "OVERLOADED" and error.retry_after_s is not None:
+            return error.retry_after_s * (1.0 + random.random())  # so that those who were refused together part
+        broken = error.code == "UNAVAILABLE" and error.reason == error.code
+        return RECONNECT_S if broken and not self.gone else None
 
     @contextlib.contextmanager
     def _typed_errors(self, request_id: str) -> Iterator[None]:
@@ -96,14 +126,18 @@ def _close_all() -> None:
 def _store_error(error: grpc.RpcError, request_id: str) -> StoreError:
     """gRPC's error with what google.rpc's details add to it."""
     retry_after_s: float | None = None
+    reason = ""
     violations: list[Violation] = []
     status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
     for detail in status.details if status is not None else ():
         quota, retry = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
+        info = error_details_pb2.ErrorInfo()
         if detail.Unpack(quota):
             violations.extend(Violation(item.subject, item.description) for item in quota.violations)
+        elif detail.Unpack(info):
+            reason = info.reason
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
     message = error.details() if isinstance(error, grpc.Call) else str(error)
-    return StoreError(code, message or code, retry_after_s, violations, request_id)
+    return StoreError(code, message or code, retry_after_s, violations, request_id, reason)

@@ -1,13 +1,9 @@
 """A decode worker's view of the daemon."""
 
-import contextlib
 import os
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
 import numpy as np
 from google.rpc import code_pb2
 from numpy.typing import NDArray
@@ -28,9 +24,6 @@ from kvstore_service.shared.types import (
     SidecarKey,
     StoreError,
 )
-
-BEAT_S = 1.0
-BEATS_PER_STREAM = 60
 
 
 @dataclass
@@ -74,11 +67,6 @@ class StoreClient(Client):
     def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
         super().__init__(socket, broker, name, timeout_s)
         self._stub = pb_grpc.StoreServiceStub(self._channel)
-        self._beating = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="kvstore-heartbeat", daemon=True)
-        self._last_beat_s = time.monotonic()
-        self.draining = False
-        self._heart.start()
 
     @classmethod
     def connect(
@@ -87,40 +75,21 @@ class StoreClient(Client):
         """Joins the node's daemon. UNAVAILABLE if none answers, PERMISSION_DENIED if it refuses this user."""
         return cls(socket or default_socket(), broker or default_broker(), name or f"pid-{os.getpid()}", timeout_s)
 
-    def close(self) -> None:
-        self._beating.set()
-        super().close()
-        if self._heart is not threading.current_thread():
-            self._heart.join(timeout=2.0)
-
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the daemon last answered a heartbeat (one is sent every second)."""
-        return time.monotonic() - self._last_beat_s
-
-    def _beat(self) -> None:
-        while not self._beating.is_set():
-            with contextlib.suppress(grpc.RpcError, ValueError):
-                answers = self._stub.Heartbeat(
-                    self._beats(), timeout=BEAT_S * BEATS_PER_STREAM * 2, metadata=self._metadata("heartbeat")
-                )
-                for answer in answers:
-                    self._last_beat_s = time.monotonic()
-                    self.draining = answer.draining
-            self._beating.wait(BEAT_S)
-
-    def _beats(self) -> Iterator[pb.HeartbeatRequest]:
-        for _ in range(BEATS_PER_STREAM):
-            yield pb.HeartbeatRequest(sent_ns=time.monotonic_ns())
-            if self._beating.wait(BEAT_S):
-                return
-
     def register_worker(
-        self, slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry], name: str = ""
+        self,
+        slots: int,
+        window_bytes: int,
+        staging_bytes: int,
+        rings: Sequence[RingGeometry],
+        name: str = "",
+        wait_ms: int = 0,
     ) -> WorkerMemory:
-        """Allocates this worker's memory in the daemon; once per client. The caller closes the result."""
+        """Allocates this worker's memory in the daemon; once per client. The caller closes the result.
+
+        wait_ms: how long this worker waits for one ticket (0: the daemon's default); the daemon fails a run before
+        that."""
         request = pb.RegisterWorkerRequest(
-            name=name, slots=slots, window_bytes=window_bytes, staging_bytes=staging_bytes,
+            name=name, slots=slots, window_bytes=window_bytes, staging_bytes=staging_bytes, wait_ms=wait_ms,
             rings=[wire.geometry_to(ring) for ring in rings],
         )  # fmt: skip
         answer = self._call(self._stub.RegisterWorker, request, COMMIT_TIMEOUT_S)

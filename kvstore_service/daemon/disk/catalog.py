@@ -435,6 +435,11 @@ class Catalog:
         rows = self._db.execute("SELECT DISTINCT kind FROM sidecars WHERE pack_id = ? ORDER BY kind", (pack_id,))
         return [kind for (kind,) in rows.fetchall()]
 
+    def sidecar_count(self, pack_id: bytes) -> int:
+        with self._lock:
+            (count,) = self._db.execute("SELECT count(*) FROM sidecars WHERE pack_id = ?", (pack_id,)).fetchone()
+        return int(count)
+
     def commit_sidecar(self, row: SidecarRow) -> SidecarRow:
         """The row of a file that is durable, or the one that was there before."""
         key = row.key

@@ -104,6 +104,10 @@ class Operation:
         }
         return {**self._state.plane.stats(), **self._state.counts(), **gauges}
 
+    def users(self) -> dict[int, dict[str, int]]:
+        """What each user id holds."""
+        return self._state.registry.users()
+
     def packs(self, after: bytes, limit: int) -> list[DescribedPack]:
         """In the order of ids."""
         listed, _ = self._state.catalog.page(PackFilter(), after, limit)

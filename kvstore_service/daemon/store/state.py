@@ -15,19 +15,18 @@ from contextlib import contextmanager
 from logging import ERROR, WARNING
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.config import Config
+from kvstore_service.daemon.config import Config, machine_bytes
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store.events import Events
 from kvstore_service.daemon.store.eviction import Eviction
 from kvstore_service.daemon.store.leases import Leases
-from kvstore_service.daemon.store.registry import Binding, Registry, Worker
+from kvstore_service.daemon.store.registry import Binding, Limits, Registry, Worker
 from kvstore_service.daemon.store.room import Room
 from kvstore_service.daemon.store.uploads import Uploads
 from kvstore_service.shared.types import HASH_BLOCK_TOKENS, PackRef, PackRow, SidecarKey, StoreError
 
-WORKERS_MAX = 64
 IDLE_PACKS_MAX = 4096
 DAMAGED_LOGGED_MAX = 100  # at a start
 COUNTED = (
@@ -50,7 +49,10 @@ class State:
         self.open_packs = OpenPacks(plane, catalog, min(IDLE_PACKS_MAX, descriptors // 4))
         catalog.on_gone = self.open_packs.retire
         catalog.on_damaged = self._damaged
-        self.registry = Registry(config.sessions_max, config.slots_max, WORKERS_MAX)
+        users = len(config.allow_uids)
+        self.registry = Registry(
+            Limits.shared(users, config.sessions_max, config.slots_max, config.worker_bytes_max, machine_bytes())
+        )
         self.events = Events()
         self.leases = Leases(config.lease_s)
         self.ballast = catalog.ballast
@@ -74,7 +76,7 @@ class State:
     def acting(self, worker: Worker, new: bool = False) -> Iterator[None]:
         """A worker's call; `new` ones are refused while draining."""
         if new and self.draining.is_set():
-            raise StoreError("UNAVAILABLE", "the daemon is draining", retry_after_s=5.0)
+            raise StoreError("UNAVAILABLE", "the daemon is draining", retry_after_s=5.0, reason="DRAINING")
         with worker.lock:
             if worker.gone:
                 raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended")

@@ -29,21 +29,32 @@ class Workers:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def admit(self, uid: int, pid: int, name: str) -> Worker:
-        """A new peer of the broker; its token authenticates its calls."""
-        return self._state.registry.add_worker(uid, pid, name)
+    def admit(self, uid: int, pid: int, name: str, operator: bool) -> Worker:
+        """A new peer of the broker; its token authenticates its calls. PERMISSION_DENIED, RESOURCE_EXHAUSTED."""
+        if operator and uid not in self._state.config.admin_uids:
+            raise StoreError("PERMISSION_DENIED", f"user id {uid} is not in admin_uids", reason="UID_REFUSED")
+        return self._state.registry.add_worker(uid, pid, name, operator)
 
     def register(
-        self, worker: Worker, slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry]
+        self,
+        worker: Worker,
+        slots: int,
+        window_bytes: int,
+        staging_bytes: int,
+        rings: Sequence[RingGeometry],
+        wait_ms: int = 0,
     ) -> Registered:
-        """Creates and serves the worker's memory. Completions can be written by nobody else afterwards."""
+        """Creates and serves the worker's memory. Completions can be written by nobody else afterwards.
+
+        wait_ms: how long the worker waits for one ticket; 0 is the daemon's default."""
         with self._state.acting(worker, new=True):
             if worker.native_id is not None:
                 raise StoreError(
                     "FAILED_PRECONDITION", "registered already; connect to the broker again for new memory"
                 )
-            _check_memory(slots, window_bytes, staging_bytes, rings)
-            self._state.registry.grant_slots(worker, slots)
+            memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings)
+            self._state.registry.grant(worker, slots, memory_bytes)
+            worker.wait_ms = wait_ms
             descriptors: list[int] = []
             try:
                 descriptors.append(memory.create("kvstore-window", window_bytes))
@@ -60,7 +71,7 @@ class Workers:
                 for fd in descriptors:
                     os.close(fd)
                 self._forget_memory(worker)
-                self._state.registry.grant_slots(worker, 0)
+                self._state.registry.grant(worker, 0, 0)
                 raise
             worker.rings = tuple(rings)
             self._state.events.tell("worker", worker.tenant, detail=f"registered: {worker.name}, pid {worker.pid}")
@@ -114,15 +125,10 @@ class Workers:
         event(log, level, "worker released", name=worker.name, pid=worker.pid)
 
 
-def _check_memory(slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry]) -> None:
+def _memory_bytes(slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry]) -> int:
     if slots < 1 or window_bytes < 1 or staging_bytes < 1 or not 1 <= len(rings) <= RINGS_MAX:
         raise StoreError(
             "INVALID_ARGUMENT", f"a worker has slots, window and staging bytes, and 1 to {RINGS_MAX} rings"
         )
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shapes = [native.ring_geometry(ring) for ring in rings]
-    ring_bytes = sum(shape.requests_bytes + shape.completions_bytes for shape in shapes)
-    if window_bytes + staging_bytes + ring_bytes > machine_bytes:
-        raise StoreError(
-            "RESOURCE_EXHAUSTED", f"window, staging and rings exceed the machine's {machine_bytes} B of memory"
-        )
+    return window_bytes + staging_bytes + sum(shape.requests_bytes + shape.completions_bytes for shape in shapes)

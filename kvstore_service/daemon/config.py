@@ -44,6 +44,13 @@ class Config:
     worker_bytes_max: int
     slots_max: int
     sessions_max: int
+    on_full: str
+    evict_high: float
+    evict_low: float
+    lease_s: float
+    upload_stall_s: float
+    upload_ttl_s: float
+    drain_s: float
     metrics_addr: str
     allow_uids: frozenset[int]
     admin_uids: frozenset[int]
@@ -217,6 +224,15 @@ KEYS = (
     Key("worker_bytes_max", lambda: "half", _worker_bytes, "most memory of a worker, or half (of all)", format_size),
     Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),
+    Key(
+        "on_full", lambda: "evict", settings.choice("evict", "refuse"), "a full store evicts what is used least, or not"
+    ),
+    Key("evict_high", lambda: 0.95, settings.number(0.1, 1), "part of nvme_bytes, or a quota, above which it evicts"),
+    Key("evict_low", lambda: 0.9, settings.number(0.1, 1), "part of it down to which it does"),
+    Key("lease_s", lambda: 10, settings.number(0, 86400), "time to attach a pack that was found or committed"),
+    Key("upload_stall_s", lambda: 10, settings.number(0, 86400), "a worker without progress blocks others so long"),
+    Key("upload_ttl_s", lambda: 600, settings.number(0, 86400), "then the uploads of such a worker are aborted"),
+    Key("drain_s", lambda: 30, settings.number(0, 86400), "time that open sessions have to end after SIGTERM"),
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),
     Key("allow_uids", lambda: "own", _uids, "user ids whose workers are served: own, or 0,1000", _show_uids),
     Key("admin_uids", lambda: "own", _admin_uids, "who may administer: own (and root), or 0,1000", _show_uids),
@@ -271,6 +287,8 @@ def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Co
         raise ConfigError(
             f"tcp={config.tcp}: nobody may use it; set tls_subjects to the names of operators' certificates"
         )
+    if config.evict_low > config.evict_high:
+        raise ConfigError(f"evict_low={config.evict_low}: write at most evict_high, {config.evict_high}")
     _check_group(config)
     return config
 

@@ -41,7 +41,6 @@ from kvstore_service.shared.types import StoreError
 
 STORE_SERVICE = "kvstore.v1.StoreService"
 ADMIN_SERVICE = "kvstore.v1.AdminService"
-DRAIN_S = 3.0
 GRACE_S = 1.0
 
 log = logging.getLogger("kvstored")
@@ -115,7 +114,7 @@ class Daemon:
             StoreService(self.store, self._broker, self.config), server
         )
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminService(self.store, self.config, os.getpid()), server
+            AdminService(self.store, self._broker, self.config, os.getpid()), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(
             health.HealthService(services, self.store.state.draining.is_set), server
@@ -182,7 +181,7 @@ def serve(make: Callable[[], Daemon]) -> int:
         ending.recv(1)
         _notify("STOPPING=1")
         logs.event(log, logging.INFO, "draining", pid=os.getpid())
-        daemon.drain(DRAIN_S, signalled)
+        daemon.drain(daemon.config.drain_s, signalled)
     finally:
         daemon.close()
     logs.event(log, logging.INFO, "ended", pid=os.getpid())

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from kvstore_service.daemon import directories
 from kvstore_service.daemon.disk import files, schema
+from kvstore_service.daemon.disk.ballast import Ballast
 from kvstore_service.daemon.disk.files import Stamp, remove_file, sync_directory
 from kvstore_service.daemon.logs import event
 from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
@@ -117,12 +118,13 @@ class Catalog:
         for name in ("lock", "packs.stamp", *(f"catalog.sqlite{end}" for end in ("", "-wal", "-shm", "-journal"))):
             directories.require_plain(data_dir / name)
         self.on_gone: Callable[[PackRow], None] = lambda row: None
-        self.on_damaged: Callable[[PackRow], None] = lambda row: None
+        self.on_damaged: Callable[[PackRow, str], None] = lambda row, reason: None
         self._touched: dict[bytes, float] = {}
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             self._directory_lock = _hold(data_dir)
             undo.callback(os.close, self._directory_lock)
+            self.ballast = Ballast(data_dir)
             try:
                 self._db = sqlite3.connect(data_dir / "catalog.sqlite", isolation_level=None, check_same_thread=False)
                 undo.callback(self._db.close)
@@ -220,7 +222,7 @@ class Catalog:
                 db.execute("UPDATE packs SET damage = ? WHERE pack_id = ?", (reason, name))
         if held[1] is None:
             event(log, logging.ERROR, "pack damaged", pack_id=name.hex(), file=row.file, reason=reason)
-            self.on_damaged(row)
+            self.on_damaged(row, reason)
         return True
 
     def damaged(self, limit: int = -1) -> list[tuple[PackRow, str]]:

@@ -34,11 +34,11 @@ class Indexes:
                     reason="LIMIT_REACHED",
                 )
             file_bytes = sidecars.file_bytes(key, len(content))
-            self._state.uploads.promise(file_bytes)
+            self._state.room.promise(worker.tenant, file_bytes)
             try:
                 sidecars.write(self._state.catalog, key, content)
             finally:
-                self._state.uploads.unpromise(file_bytes)
+                self._state.room.unpromise(worker.tenant, file_bytes)
 
     def size(self, worker: Worker, key: SidecarKey) -> int:
         """Bytes that `get` will take. NOT_FOUND."""

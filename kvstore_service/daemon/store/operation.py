@@ -1,15 +1,19 @@
 """Operation: what an operator sees and does, over all tenants."""
 
+import math
+import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from logging import INFO
 
-from kvstore_service.daemon.disk.catalog import ListedPack, PackFilter
-from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.disk.catalog import FOREVER_S, ListedPack, PackFilter, Quota
 from kvstore_service.daemon.store import audit
-from kvstore_service.daemon.store.state import State, log
-from kvstore_service.shared.types import PackRow, StoreError
+from kvstore_service.daemon.store.registry import Worker
+from kvstore_service.daemon.store.room import Bound
+from kvstore_service.daemon.store.state import State
+from kvstore_service.daemon.store.uploads import DescribedUpload
+from kvstore_service.shared.types import PACK_ID_BYTES, PackRow, StoreError
 
 AUDIT_LOOKS = 4
 AUDIT_PAUSE_S = 0.05
@@ -24,6 +28,7 @@ class DescribedPack:
     sidecars: list[str]
     pinned: bool
     damaged: bool
+    last_used_s: float
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,13 @@ class Operation:
     def drain(self) -> None:
         """Refuses new work from now on; what is open goes on."""
         self._state.draining.set()
+        self._state.events.tell("drain", detail=f"{len(self._state.registry.all())} sessions open")
 
-    def pin(self, pack_ids: Sequence[bytes], pinned: bool) -> None:
-        """All or none. NOT_FOUND."""
-        self._state.catalog.pin(pack_ids, pinned)
+    def pin(self, pack_ids: Sequence[bytes], pinned: bool, ttl_s: float = 0.0) -> None:
+        """All or none, for `ttl_s` seconds or, with 0, until they are unpinned. NOT_FOUND."""
+        if not 0 <= ttl_s < math.inf:
+            raise StoreError("INVALID_ARGUMENT", f"ttl_s {ttl_s}: seconds, or 0 for ever")
+        self._state.catalog.pin(pack_ids, pinned, time.time() + ttl_s if ttl_s else FOREVER_S)
 
     def evict(self, pack_ids: Sequence[bytes], descendants: bool) -> list[EvictedPack]:
         """Removes each pack as a whole or says why not; packs go before those that they continue."""
@@ -61,19 +69,10 @@ class Operation:
                 rows.update((row.ref.pack_id, row) for row in self._state.catalog.descendants(name))
         for row in sorted(rows.values(), key=lambda row: -row.ref.first_token):
             try:
-                results.append(EvictedPack(row.ref.pack_id, self._evict(row)))
+                results.append(EvictedPack(row.ref.pack_id, self._state.eviction.evict(row, "operator")))
             except StoreError as error:
                 results.append(EvictedPack(row.ref.pack_id, 0, error))
         return results
-
-    def _evict(self, row: PackRow) -> int:
-        with self._state.registry.condemned(row.ref.pack_id):
-            freed_bytes = self._state.catalog.remove_pack(row)
-            self._state.open_packs.retire(row)
-        self._state.count("packs_evicted")
-        self._state.count("packs_evicted_bytes", freed_bytes)
-        event(log, INFO, "pack evicted", pack_id=row.ref.pack_id.hex(), bytes=freed_bytes)
-        return freed_bytes
 
     def audit(self) -> list[audit.Check]:
         """Compares what must be equal; see `kvstore_service.daemon.store.audit`."""
@@ -110,14 +109,66 @@ class Operation:
         """What each user id holds."""
         return self._state.registry.users()
 
-    def packs(self, after: bytes, limit: int) -> list[DescribedPack]:
-        """In the order of ids."""
-        listed, _ = self._state.catalog.page(PackFilter(), after, limit)
-        return [self._described(item) for item in listed]
+    def packs(
+        self, wanted: PackFilter, unused: bool, after: bytes, limit: int
+    ) -> tuple[list[DescribedPack], bytes | None]:
+        """In the order of ids, and where the next page begins. `unused`: attached to no session and not pinned."""
+        listed, following = self._state.catalog.page(wanted, after, limit)
+        described = [self._described(item) for item in listed]
+        return [item for item in described if not (unused and (item.references or item.pinned))], following
+
+    def named(self, pack_ids: Sequence[bytes]) -> list[DescribedPack]:
+        """Those of them that are stored."""
+        found = []
+        for name in pack_ids:
+            with suppress(StoreError):
+                found.append(self._described(self._state.catalog.listed(name)))
+        return found
+
+    def beginning(self, text: str, limit: int) -> list[DescribedPack]:
+        """Packs whose id begins so, in hex digits."""
+        return [self.described(row) for row in beginning(self._state, text, limit)]
+
+    def set_quota(self, tenant: str, nvme_bytes: int) -> None:
+        """0: none. Durable on return. INVALID_ARGUMENT."""
+        if re.fullmatch(r"uid-\d+", tenant) is None:
+            raise StoreError("INVALID_ARGUMENT", f"tenant {tenant!r}; write uid-N")
+        self._state.catalog.set_quota(tenant, Quota(nvme_bytes or None))
+        self._state.room.set_quota(tenant, nvme_bytes)
+        self._state.events.tell("quota", tenant, size_bytes=nvme_bytes)
+
+    def quotas(self) -> list[Bound]:
+        return self._state.room.bounds()
+
+    def workers(self) -> list[Worker]:
+        return self._state.registry.workers()
+
+    def find_worker(self, text: str) -> Worker:
+        """By its id, its pid or its name. NOT_FOUND, or FAILED_PRECONDITION if several are meant."""
+        found = [w for w in self.workers() if text in (str(w.native_id), str(w.pid), w.name)]
+        if not found:
+            raise StoreError("NOT_FOUND", f"no worker has the id, pid or name {text!r}; see kvctl workers")
+        if len(found) > 1:
+            pids = ", ".join(str(worker.pid) for worker in found)
+            raise StoreError(
+                "FAILED_PRECONDITION", f"{len(found)} workers are called {text!r}; name one by pid: {pids}"
+            )
+        return found[0]
+
+    def uploads(self) -> list[DescribedUpload]:
+        return self._state.uploads.described()
 
     def described(self, row: PackRow) -> DescribedPack:
         return self._described(self._state.catalog.listed(row.ref.pack_id))
 
     def _described(self, item: ListedPack) -> DescribedPack:
         references = self._state.registry.references(item.row.ref.pack_id)
-        return DescribedPack(item.row, references, list(item.sidecars), item.pinned, item.damaged)
+        return DescribedPack(item.row, references, list(item.sidecars), item.pinned, item.damaged, item.last_used_s)
+
+
+def beginning(state: State, text: str, limit: int) -> list[PackRow]:
+    """The first packs whose id begins so, in hex digits."""
+    first = int(text.ljust(2 * PACK_ID_BYTES, "0"), 16)
+    after = (first - 1).to_bytes(PACK_ID_BYTES, "big") if first else b""
+    found, _ = state.catalog.page(PackFilter(), after, limit)
+    return [item.row for item in found if item.row.ref.pack_id.hex().startswith(text)]

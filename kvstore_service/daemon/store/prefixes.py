@@ -11,6 +11,7 @@ from kvstore_service.shared.types import FINGERPRINT_BYTES, NO_PARENT, PackRef, 
 CANDIDATES_MAX = 16384
 CHAINS_MAX = 8
 PROBES_MAX = 256  # files that a lookup opens beyond a damaged one
+LOOKS = 3  # at a chain that is being evicted meanwhile
 
 
 class Prefixes:
@@ -34,12 +35,34 @@ class Prefixes:
         require_active: raises once nobody waits for the answer."""
         self._state.count("lookups")
         try:
-            longest = self._longest(worker, fingerprint, candidates, require_active)
+            longest = self._leased(worker, fingerprint, candidates, require_active)
         except BaseException:
             self._state.count("lookup_errors")
             raise
+        self._state.lookups.note(worker.tenant, worker.name, fingerprint, candidates, longest)
         self._state.count("lookup_hits" if longest else "lookup_misses")
         return longest
+
+    def _leased(
+        self,
+        worker: Worker,
+        fingerprint: bytes,
+        candidates: Sequence[PrefixCandidate],
+        require_active: Callable[[], None],
+    ) -> list[PackRef]:
+        """What is found stays for a while: the last pack's lease keeps the whole chain from being evicted."""
+        for _ in range(LOOKS):
+            found = self._longest(worker, fingerprint, candidates, require_active)
+            if not found:
+                return found
+            last = found[-1].pack_id
+            self._state.leases.take([last], worker.token)
+            # It may have gone between the look and the lease.
+            if not self._state.registry.is_condemned(last) and self._state.catalog.served(last) is not None:
+                break
+        self._state.use([ref.pack_id for ref in found])
+        self._state.count("lookup_tokens_found", found[-1].end)
+        return found
 
     def _longest(
         self,
@@ -68,7 +91,6 @@ class Prefixes:
             if len(stored) > len(longest):
                 self._state.probe(stored[:PROBES_MAX])
                 longest = _walk(ordered, name_of, find)
-        self._state.count("lookup_tokens_found", longest[-1].ref.end if longest else 0)
         return [row.ref for row in longest]
 
 

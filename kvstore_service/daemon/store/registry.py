@@ -3,7 +3,7 @@
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from kvstore_service.shared.types import Layout, PackRow, RingGeometry, StoreErr
 
 TOKEN_BYTES = 32
 SESSION_ID_BYTES = 12
+CLOSED_MAX = 1024
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Binding:
 class Worker:
     """A process that the broker let in. It may call as long as its broker connection lives.
 
-    `lock` serialises its calls with each other and with its release; `gone` is final."""
+    `lock` serialises its calls with each other and with its release; `gone` is final. `closed`: its latest sessions
+    that have ended."""
 
     token: str
     uid: int
@@ -83,6 +85,8 @@ class Worker:
     rings: tuple[RingGeometry, ...] = ()
     sessions: dict[str, Session] = field(default_factory=dict)
     bound: dict[int, Binding] = field(default_factory=dict)
+    closed: deque[str] = field(default_factory=lambda: deque(maxlen=CLOSED_MAX))
+    joined_s: float = field(default_factory=time.monotonic)
 
     @property
     def tenant(self) -> str:
@@ -185,7 +189,12 @@ class Registry:
             with self._lock:
                 self._condemned.remove(pack_id)
 
+    def is_condemned(self, pack_id: bytes) -> bool:
+        with self._lock:
+            return pack_id in self._condemned
+
     def close(self, session: Session) -> None:
+        session.worker.closed.append(session.session_id)
         with self._lock:
             if self._sessions.pop(session.session_id, None) is None:
                 return

@@ -6,10 +6,11 @@ takes the same lock, finds nothing half done.
 
 import logging
 import resource
+import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import ERROR
 
@@ -19,16 +20,21 @@ from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.store.events import Events
+from kvstore_service.daemon.store.eviction import Eviction
+from kvstore_service.daemon.store.leases import Leases
+from kvstore_service.daemon.store.lookups import Lookups
 from kvstore_service.daemon.store.registry import Binding, Limits, Registry, Worker
+from kvstore_service.daemon.store.room import Room
 from kvstore_service.daemon.store.uploads import Uploads
-from kvstore_service.shared.types import PackRef, PackRow, SidecarKey, StoreError
+from kvstore_service.shared.types import HASH_BLOCK_TOKENS, PackRef, PackRow, SidecarKey, StoreError
 
 IDLE_PACKS_MAX = 4096
 DAMAGED_LOGGED_MAX = 100  # at a start
 COUNTED = (
-    "commit_exists", "commits", "files_quarantined", "leftovers_removed", "lookup_damaged", "lookup_errors",
-    "lookup_hits", "lookup_misses", "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes",
-    "reserve_exists",
+    "commit_exists", "commits", "files_quarantined", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
+    "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "packs_evicted_operator",
+    "packs_evicted_room", "reserve_exists", "reserve_in_progress", "uploads_expired", "uses_lost",
 )  # fmt: skip
 
 log = logging.getLogger("kvstored.store")
@@ -44,11 +50,21 @@ class State:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.open_packs = OpenPacks(plane, catalog, min(IDLE_PACKS_MAX, descriptors // 4))
         self.verifier = Verifier(catalog, config.verify_bytes_per_s)
-        self.uploads = Uploads(plane, catalog, config.nvme_bytes, config.pack_tokens, config.extent_blocks)
+        catalog.on_gone = self.open_packs.retire
+        catalog.on_damaged = self._damaged
         users = len(config.allow_uids)
         self.registry = Registry(
             Limits.shared(users, config.sessions_max, config.slots_max, config.worker_bytes_max, machine_bytes())
         )
+        self.events = Events()
+        self.lookups = Lookups()
+        self.leases = Leases(config.lease_s)
+        self.ballast = catalog.ballast
+        self.ballast.take_on()
+        self.eviction = Eviction(catalog, self.registry, self.leases, self.ballast, self.events, self.count)
+        self.room = Room(catalog, self.eviction, config, self._next_seals)
+        self.uploads = Uploads(plane, catalog, self.room, self.leases, self.ballast, config)
+        self.eviction.continued = self.uploads.continues
         self.draining = threading.Event()
         self._tenant_keys: dict[str, bytes] = {}
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
@@ -111,6 +127,38 @@ class State:
             raise StoreError("FAILED_PRECONDITION", f"pack {key.pack_id.hex()} has build {row.ref.build.hex()}")
         self.open_packs.check(row)
         return row
+
+    def _damaged(self, row: PackRow, reason: str) -> None:
+        self.events.tell("damage", row.tenant, row.ref.pack_id, row.file_bytes, reason)
+
+    def use(self, names: Sequence[bytes]) -> None:
+        """The packs are used now."""
+        with self._forgetting(len(names)):
+            self.catalog.touch(names, time.time())
+
+    def weigh(self, importance: Mapping[bytes, float]) -> None:
+        """From 0 to 1 by pack id."""
+        with self._forgetting(len(importance)):
+            self.catalog.set_importance(importance)
+
+    @contextmanager
+    def _forgetting(self, packs: int) -> Iterator[None]:
+        """What only orders evictions may be lost: on a full disk packs are found and hinted all the same."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            self.count("uses_lost", packs)
+            event(log, WARNING, "uses of packs not kept", error=error)
+
+    def _next_seals(self) -> Counter[str]:
+        """Bytes, by tenant, of the pack that each bound session may seal next."""
+        sizes: Counter[str] = Counter()
+        for session in self.registry.all():
+            left = min(self.config.pack_tokens, session.declared_max_tokens - session.tokens)
+            if session.slots and left >= HASH_BLOCK_TOKENS:
+                tokens = left - left % HASH_BLOCK_TOKENS
+                sizes[session.worker.tenant] += native.file_bytes(session.layout, tokens, self.config.extent_blocks)
+        return sizes
 
     def tenant_key(self, worker: Worker) -> bytes:
         if worker.tenant not in self._tenant_keys:

@@ -3,6 +3,7 @@
 from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config
 from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.store.explain import Explain
 from kvstore_service.daemon.store.indexes import Indexes
 from kvstore_service.daemon.store.operation import Operation
 from kvstore_service.daemon.store.packs import Packs
@@ -10,6 +11,7 @@ from kvstore_service.daemon.store.prefixes import Prefixes
 from kvstore_service.daemon.store.sessions import Sessions
 from kvstore_service.daemon.store.slots import Slots
 from kvstore_service.daemon.store.state import State
+from kvstore_service.daemon.store.upkeep import Upkeep
 from kvstore_service.daemon.store.workers import Workers
 
 
@@ -25,9 +27,12 @@ class Store:
         self.packs = Packs(state, self.sessions)
         self.indexes = Indexes(state)
         self.operation = Operation(state)
+        self.explain = Explain(state)
+        self._upkeep = Upkeep([self.packs.expire, state.room.relieve, state.ballast.take_on, state.leases.expire])
 
     def close(self) -> None:
         """Releases every worker; what was committed stays."""
+        self._upkeep.close()
         for worker in self.state.registry.workers():
             self.workers.release(worker)
         self.state.verifier.close()

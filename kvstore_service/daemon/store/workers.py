@@ -74,6 +74,7 @@ class Workers:
                 self._state.registry.grant(worker, 0, 0)
                 raise
             worker.rings = tuple(rings)
+            self._state.events.tell("worker", worker.tenant, detail=f"registered: {worker.name}, pid {worker.pid}")
             event(log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id)
             return Registered(worker.native_id, descriptors)
 
@@ -115,8 +116,12 @@ class Workers:
                 for binding in worker.bound.values():
                     self._state.release_packs(binding)
                 worker.bound.clear()
+                self._state.leases.drop_all(worker.token)
                 for session in list(worker.sessions.values()):
+                    self._state.leases.drop_all(session.session_id)
                     self._state.registry.close(session)
+        if level == INFO:
+            self._state.events.tell("worker", worker.tenant, detail=f"released: {worker.name}, pid {worker.pid}")
         event(log, level, "worker released", name=worker.name, pid=worker.pid)
 
 

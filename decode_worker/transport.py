@@ -82,7 +82,8 @@ class Transport:
         """Posts one bulk ticket; collects the oldest first if the ring is full."""
         if len(self._posted) == self.bulk.tickets:
             self.collect()
-        self._posted.append(self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs))
+        seq = self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs, self.wait_us)
+        self._posted.append(seq)
 
     def collect(self) -> None:
         """Returns when the oldest bulk ticket is done. StoreError if a run of it failed."""

@@ -92,7 +92,7 @@ class DecodeLoop:
         plan: Plan | None = self._policy.plan(layer, query.float().numpy())
         if plan is not None:
             self._pending[layer] = self._transport.decode.post(
-                _native.OP_GATHER, self.steps & 0xFFFFFFFF, layer, plan.runs, plan.pairs
+                _native.OP_GATHER, self.steps & 0xFFFFFFFF, layer, plan.runs, plan.pairs, self._transport.wait_us
             )
         self.spent_ns["plan"] += time.monotonic_ns() - started
 

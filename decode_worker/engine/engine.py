@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from decode_worker.config import WorkerConfig
+from decode_worker.engine.computing import computing
 from decode_worker.engine.prefill import Prefill, Prefilled, Progress
 from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates, token_digest
 from decode_worker.engine.session import Session
@@ -64,6 +65,7 @@ class Engine:
         )
         self.retriever = make_retriever(config.retriever, shape, profile)
         self.policy = make_policy(config, shape, self.records, profile, self.retriever)
+        self._computing = computing(config, self.policy)
         self._free_slots = list(range(config.slots))[::-1]
         with contextlib.ExitStack() as stack:
             self.client = StoreClient.connect(str(config.socket), str(config.broker), name=config.name)
@@ -130,7 +132,7 @@ class Engine:
         At least one id is always left, because logits come from a step.
         """
         self._check_prompt(ids)
-        wanted = candidates(ids[:-1], self.transport.pack_tokens)
+        wanted = candidates(ids[:-1], self.transport.pack_tokens, self._computing)
         found = self.client.lookup_prefix(self.layout.fingerprint, wanted)
         session = self._open()
         try:
@@ -216,7 +218,7 @@ class Engine:
         first = session.stored
         ids = session.tokens[first : first + HASH_BLOCK_TOKENS]
         parent = session.packs[-1].ref.pack_id if session.packs else NO_PARENT
-        reservation = PackReservation(first, len(ids), token_digest(ids), parent)
+        reservation = PackReservation(first, len(ids), token_digest(ids, self._computing), parent)
         (draft,) = self._writer.reserve(session.session_id, [reservation])
         try:
             for layer in range(self.model.config.layers):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bench.store import StoredDocument, counters, scratch
 from decode_worker.figures import Figure, print_json, print_table
-from kvstore_service.private import PrivateDaemon
+from kvstore_service.client.private import PrivateDaemon
 
 LAYERS, LANES = 4, 2
 RECORD_BYTES = 512

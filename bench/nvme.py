@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.store import StoredDocument, counters, scratch
 from decode_worker.figures import Figure, print_json, print_table
-from kvstore_service.private import PrivateDaemon
+from kvstore_service.client.private import PrivateDaemon
 
 LAYERS, LANES = 8, 2
 TOKENS = 65536  # 512 MiB in all

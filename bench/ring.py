@@ -20,7 +20,7 @@ from bench.store import StoredDocument, scratch
 from decode_worker import _native
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.transport import raise_for_status
-from kvstore_service.private import PrivateDaemon
+from kvstore_service.client.private import PrivateDaemon
 
 ROUNDS = 400
 REPEATS = 7

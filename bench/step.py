@@ -37,7 +37,7 @@ from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.model.transformer import Transformer
 from decode_worker.records import STORAGE_DTYPES
 from kvstore_service.client import AdminClient, parse_size
-from kvstore_service.private import PrivateDaemon
+from kvstore_service.client.private import PrivateDaemon
 
 SPARE_TOKENS = 512  # of the declared context, behind the stored tokens
 STEPS_MAX = 256  # of one session: before its tail is sealed

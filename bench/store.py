@@ -23,7 +23,7 @@ from decode_worker.policy.plan import RUN_DTYPE, gather_runs
 from decode_worker.records import RecordFormat
 from decode_worker.transport import StagingRing, Transport, raise_for_status
 from kvstore_service.client import AdminClient, CommittedPack, KindSpec, Layout, PackRef, RingGeometry, StoreClient
-from kvstore_service.private import PrivateDaemon
+from kvstore_service.client.private import PrivateDaemon
 
 STAGING_BYTES = 16 << 20
 WAIT_MS = 60_000

@@ -19,7 +19,7 @@ import ray
 
 from decode_worker.config import WorkerConfig
 from decode_worker.worker import PrefillReport, Worker
-from kvstore_service.scratch import Scratch
+from kvstore_service.shared.scratch import Scratch
 
 CLOSE_S = 30.0
 PORT_VARIABLE = "RAY_GCS_SERVER_PORT"

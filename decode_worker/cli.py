@@ -15,7 +15,7 @@ from typing import Any
 from decode_worker.config import DEFAULTS, KEYS, ConfigError, WorkerConfig
 from decode_worker.model.errors import CheckpointError
 from kvstore_service.client import StoreError
-from kvstore_service.settings import Parser, add_flags, count, number
+from kvstore_service.shared.settings import Parser, add_flags, count, number
 
 DEMO_CONTEXT = 32768
 DEMO_QUESTIONS = 100

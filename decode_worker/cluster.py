@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from decode_worker.config import DEFAULTS, KEYS, ConfigError, WorkerConfig
 from decode_worker.worker import Worker
-from kvstore_service.settings import Parser, add_flags
+from kvstore_service.shared.settings import Parser, add_flags
 
 NAMESPACE = "headgate"
 START_S = 300.0

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvstore_service.settings import (
+from kvstore_service.shared.settings import (
     ConfigError,
     Key,
     choice,

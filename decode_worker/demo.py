@@ -21,8 +21,8 @@ from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.records import RecordFormat
 from decode_worker.worker import Answer, Footprint, PrefillReport, Worker
 from kvstore_service.client import AdminClient
-from kvstore_service.private import PrivateDaemon
-from kvstore_service.scratch import Scratch, disk
+from kvstore_service.client.private import PrivateDaemon
+from kvstore_service.shared.scratch import Scratch, disk
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = CHECKOUT / "models" / "retriever"

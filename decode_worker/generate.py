@@ -16,9 +16,9 @@ from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.worker import Worker
 from kvstore_service.client import StoreClient, StoreError
-from kvstore_service.private import PrivateDaemon
-from kvstore_service.scratch import Scratch, disk
-from kvstore_service.types import format_size
+from kvstore_service.client.private import PrivateDaemon
+from kvstore_service.shared.scratch import Scratch, disk
+from kvstore_service.shared.types import format_size
 
 # More than any context holds; a device or a disk image is not read to its end.
 PROMPT_BYTES_MAX = 256 << 20

@@ -22,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvstore_service.client import AdminClient
-from kvstore_service.settings import ConfigError, Parser, default_broker, default_socket
-from kvstore_service.types import StoreError, format_size
+from kvstore_service.shared.settings import ConfigError, Parser, default_broker, default_socket
+from kvstore_service.shared.types import StoreError, format_size
 
 ID_DIGITS = 16
 POLL_S = 0.2

@@ -13,9 +13,9 @@ from pathlib import Path
 from decode_worker.config import KEYS as WORKER_KEYS
 from decode_worker.config import WorkerConfig
 from kvstore_service import kvctl
-from kvstore_service.config import KEYS as DAEMON_KEYS
-from kvstore_service.metrics import COUNTERS, GAUGES
-from kvstore_service.settings import Key
+from kvstore_service.daemon.config import KEYS as DAEMON_KEYS
+from kvstore_service.daemon.front.metrics import COUNTERS, GAUGES
+from kvstore_service.shared.settings import Key
 
 PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
 # Defaults that depend on who asks are shown for root and without an environment.

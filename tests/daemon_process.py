@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore_service.private import DAEMON_ARGV, PrivateDaemon
+from kvstore_service.client.private import DAEMON_ARGV, PrivateDaemon
 
 _FAULTY_ARGV = (sys.executable, "-m", "tests.faulty_daemon")
 

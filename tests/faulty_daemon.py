@@ -14,12 +14,12 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstore_service.config import Config
-    from kvstore_service.server import Daemon
+    from kvstore_service.daemon.config import Config
+    from kvstore_service.daemon.server import Daemon
 
 
 def faulty(config: Config) -> Daemon:
-    from kvstore_service.server import Daemon
+    from kvstore_service.daemon.server import Daemon
 
     daemon = Daemon(config)
     threading.Thread(target=_obey, args=(daemon,), daemon=True).start()
@@ -61,6 +61,6 @@ if __name__ == "__main__":
     arguments = sys.argv[1:]
     if arguments and arguments[0].startswith("--native="):
         _load_native(arguments.pop(0).partition("=")[2])
-    from kvstore_service.server import main
+    from kvstore_service.daemon.server import main
 
     sys.exit(main(arguments, make=faulty))

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore_service.client import AdminClient, PackRef, SidecarKey, StoreClient, StoreError
-from kvstore_service.private import PrivateDaemon
+from kvstore_service.client.private import PrivateDaemon
 from tests.crash.load import SIDECAR_KIND, WRITERS, Chain, Reader, sidecar_of
 from tests.service.world import LANES, LAYERS, TOKENS
 

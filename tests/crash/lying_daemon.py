@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore_service.catalog import Catalog
-from kvstore_service.server import main
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.server import main
 
 
 @contextmanager

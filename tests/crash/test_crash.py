@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import StoreClient, StoreError
-from kvstore_service.private import PrivateDaemon
+from kvstore_service.client.private import PrivateDaemon
 from tests.crash.crasher import Counts, Crasher, Lost
 from tests.daemon_process import Daemon
 from tests.service.world import LAYOUT

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import AdminClient, StoreClient, StoreError
-from kvstore_service.private import PrivateDaemon
+from kvstore_service.client.private import PrivateDaemon
 
 from .conftest import ROOT, Expected, random_ids, read_tokens, worker_process, worker_settings
 
@@ -68,7 +68,7 @@ def daemon_of_another_user(directory: Path, python: str) -> Iterator[PrivateDaem
         data_dir,
         "4MiB",
         options=("--nvme-bytes=1GiB", f"--allow-uids={WORKER_UID}"),
-        argv=(*user, *variables, python, "-m", "kvstore_service.server"),
+        argv=(*user, *variables, python, "-m", "kvstore_service.daemon.server"),
     )
     os.chown(daemon.run_dir, DAEMON_UID, DAEMON_UID)
     daemon.run_dir.chmod(0o711)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvstore_service import config, server
-from kvstore_service.catalog import Catalog
 from kvstore_service.client import AdminClient, StoreClient, StoreError
-from kvstore_service.types import PackRef, PackRow
+from kvstore_service.daemon import config, server
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.shared.types import PackRef, PackRow
 from tests.faults.life import Life
 from tests.service.world import LAYOUT, TOKENS
 
@@ -88,7 +88,7 @@ def daemon(tmp_path: Path, nth: Nth) -> Iterator[server.Daemon]:
     where = [f"--data-dir={tmp_path}/data", f"--socket={tmp_path}/s", f"--broker={tmp_path}/b", "--metrics-addr=off"]
     daemon = server.Daemon(config.load([*where, "--dram-bytes=64MiB", "--nvme-bytes=1GiB", "--copy-threads=1"]))
     daemon.start()
-    daemon.store._catalog._db = Database(daemon.store._catalog._db, nth)  # type: ignore[assignment]
+    daemon.store.state.catalog._db = Database(daemon.store.state.catalog._db, nth)  # type: ignore[assignment]
     yield daemon
     nth.arm(0)
     daemon.close()
@@ -126,7 +126,7 @@ def test_every_durable_call_of_the_control_plane_fails_once(
         assert raised == (None if name == "Path.unlink" else code), (at, name)
         life.give_up()
         life.check_nothing_is_left()
-        assert daemon.store._uploads._promised_bytes == 0, (at, name)
+        assert daemon.store.state.uploads._promised_bytes == 0, (at, name)
         life.live(at)
         life.check_nothing_is_left()
     print(sorted(failed), at)
@@ -137,7 +137,7 @@ def test_every_durable_call_of_the_control_plane_fails_once(
 def test_a_catalogue_that_cannot_grow_is_resource_exhausted_until_it_can(daemon: server.Daemon, life: Life) -> None:
     """SQLite's own "database or disk is full"."""
     life.live(1)
-    db = daemon.store._catalog._db
+    db = daemon.store.state.catalog._db
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count={pages}")
     lived = [1]

@@ -18,11 +18,11 @@ import pytest
 from numpy.typing import NDArray
 
 from decode_worker._native import OP_GATHER, OP_PROMOTE, OP_RANGE
-from kvstore_service import sidecars
 from kvstore_service._native import NativeError, crc32c
-from kvstore_service.catalog import Catalog
 from kvstore_service.client import AdminClient, StoreClient, StoreError
-from kvstore_service.types import Layout, PackRef, PackRow, SidecarKey
+from kvstore_service.daemon.disk import sidecars
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.shared.types import Layout, PackRef, PackRow, SidecarKey
 from tests.daemon_process import Daemon
 from tests.dataplane.rig import CANARY, DATA_LOSS, ERROR, OK, Pack, Rig, run, until
 from tests.service.world import LAYOUT, TOKENS, TestWorker, candidate, expected

@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 
-from kvstore_service import wire
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
-from kvstore_service.connection import BrokerConnection
-from kvstore_service.types import StoreError
+from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.shared import wire
+from kvstore_service.shared.types import StoreError
 from tests.hostile import calls
 from tests.hostile.victim import named
 from tests.service.world import LAYOUT

@@ -19,7 +19,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
 from kvstore_service.client import AdminClient, StoreClient
-from kvstore_service.connection import BrokerConnection
+from kvstore_service.client.connection import BrokerConnection
 from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.calls import GARBAGE, METHODS, code_of, path_of

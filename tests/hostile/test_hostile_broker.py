@@ -14,12 +14,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvstore_service import memory
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
-from kvstore_service.broker import CONNECTIONS_MAX, HELLO_S, MESSAGE_BYTES_MAX, TRANSFERS_MAX
 from kvstore_service.client import AdminClient, StoreError
-from kvstore_service.connection import BrokerConnection
+from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.daemon.front.broker import CONNECTIONS_MAX, HELLO_S, MESSAGE_BYTES_MAX, TRANSFERS_MAX
+from kvstore_service.shared import memory
 from tests.daemon_process import Daemon
 from tests.hostile.calls import token
 from tests.hostile.sanitized import ROOT

@@ -12,8 +12,8 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service.client import AdminClient, SidecarKey, StoreError
-from kvstore_service.connection import BrokerConnection
-from kvstore_service.rpc import IDEMPOTENCY_KEY_MAX, ITEMS_MAX, MESSAGE_BYTES_MAX
+from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.daemon.front.rpc import IDEMPOTENCY_KEY_MAX, ITEMS_MAX, MESSAGE_BYTES_MAX
 from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.calls import METHODS, code_of, path_of

@@ -37,7 +37,14 @@ def refused_start(directory: Path, **paths: Path) -> str:
         **paths,
     }
     options = [f"--{name.replace('_', '-')}={path}" for name, path in places.items()]
-    command = [sys.executable, "-m", "kvstore_service.server", "--dram-bytes=4MiB", "--nvme-bytes=1MiB", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "kvstore_service.daemon.server",
+        "--dram-bytes=4MiB",
+        "--nvme-bytes=1MiB",
+        *options,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.splitlines()

@@ -32,7 +32,7 @@ def headgate(*arguments: str) -> list[str]:
 
 
 def kvstored(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "kvstore_service.server", *arguments]
+    return [sys.executable, "-m", "kvstore_service.daemon.server", *arguments]
 
 
 class Terminal:

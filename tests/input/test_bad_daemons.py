@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_service.config import ConfigError, load
-from kvstore_service.private import PrivateDaemon
+from kvstore_service.client.private import PrivateDaemon
+from kvstore_service.daemon.config import ConfigError, load
 
 from .terminal import kvstored, nothing_left, run
 

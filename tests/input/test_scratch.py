@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_service.scratch import Scratch
-from kvstore_service.types import StoreError
+from kvstore_service.shared.scratch import Scratch
+from kvstore_service.shared.types import StoreError
 
 from .terminal import ROOT
 
 HOLD = (
-    "import sys; from pathlib import Path; from kvstore_service.scratch import Scratch; "
+    "import sys; from pathlib import Path; from kvstore_service.shared.scratch import Scratch; "
     "s = Scratch('headgate-x', Path(sys.argv[1])); print(s.path, flush=True); sys.stdin.read()"
 )
 

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_service import uploads
-from kvstore_service.catalog import Catalog, PackRow
-from kvstore_service.server import main
-from kvstore_service.types import CommittedPack
+from kvstore_service.daemon.disk.catalog import Catalog, PackRow
+from kvstore_service.daemon.server import main
+from kvstore_service.daemon.store import uploads
+from kvstore_service.shared.types import CommittedPack
 
 
 def plant() -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_service import memory
-from kvstore_service.broker import HELLO_S, TRANSFERS_MAX, Broker, claim_path, socket_mode
 from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
-from kvstore_service.connection import BrokerConnection
-from kvstore_service.sessions import Sessions, Worker
+from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.daemon.front.broker import HELLO_S, TRANSFERS_MAX, Broker, claim_path, socket_mode
+from kvstore_service.daemon.store.registry import Registry, Worker
+from kvstore_service.shared import memory
 from tests.daemon_process import Daemon
 
 
@@ -30,7 +30,7 @@ class Desk:
         self.path = str(path)
         self.released: list[Worker] = []
         self.left = threading.Event()
-        self.sessions = Sessions(8, 8, 8)
+        self.sessions = Registry(8, 8, 8)
         self.broker = Broker(path, allow_uids, self.sessions.add_worker, self._release)
         self.broker.start()
 
@@ -104,7 +104,7 @@ def test_the_end_of_a_connection_releases_its_worker_once(desk: Desk) -> None:
 def test_a_forked_child_does_not_keep_a_dead_worker_alive(desk: Desk) -> None:
     script = (
         "import os, sys, time\n"
-        "from kvstore_service.connection import BrokerConnection\n"
+        "from kvstore_service.client.connection import BrokerConnection\n"
         "connection = BrokerConnection(sys.argv[1], 'parent', 10.0)\n"
         "if os.fork() == 0: time.sleep(5); os._exit(0)\n"
         "os._exit(0)\n"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_service import sidecars
-from kvstore_service.catalog import CATALOG_VERSION, Catalog
-from kvstore_service.types import KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
+from kvstore_service.daemon.disk import sidecars
+from kvstore_service.daemon.disk.catalog import CATALOG_VERSION, Catalog
+from kvstore_service.shared.types import KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
 
@@ -99,11 +99,16 @@ def test_a_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:
 
 def test_the_directory_has_one_daemon(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
-    script = f"from kvstore_service.catalog import Catalog; from pathlib import Path; Catalog(Path({str(tmp_path)!r}))"
-    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    script = (
+        "import sys; from pathlib import Path; from kvstore_service.daemon.disk.catalog import Catalog; "
+        "Catalog(Path(sys.argv[1]))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=30, check=False
+    )
     assert f"in use by pid {os.getpid()}" in other.stderr
     catalog.close()
-    subprocess.run([sys.executable, "-c", script], timeout=30, check=True)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=30, check=True)
 
 
 @pytest.mark.parametrize("place", [0, 10, 44, 60, -1])

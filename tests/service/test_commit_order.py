@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import StoreClient
-from kvstore_service.private import DAEMON_ARGV, PrivateDaemon
+from kvstore_service.client.private import DAEMON_ARGV, PrivateDaemon
 from tests.service.world import LAYOUT, TestWorker
 
 HERE = Path(__file__).parent

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvstore_service.config import NAMES, ConfigError, load, to_yaml
-from kvstore_service.types import format_size, parse_size
+from kvstore_service.daemon.config import NAMES, ConfigError, load, to_yaml
+from kvstore_service.shared.types import format_size, parse_size
 
 
 def test_flags_stand_above_environment_above_file(tmp_path: Path) -> None:
@@ -66,14 +66,14 @@ def test_the_printed_configuration_can_be_loaded_again(tmp_path: Path) -> None:
 
 
 def test_config_print_says_where_values_come_from() -> None:
-    command = [sys.executable, "-m", "kvstore_service.server", "config", "print", "--io-depth=7"]
+    command = [sys.executable, "-m", "kvstore_service.daemon.server", "config", "print", "--io-depth=7"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     assert "# flag --io-depth" in shown
     assert set(yaml.safe_load(shown)) == set(NAMES)
 
 
 def test_wrong_usage_ends_with_status_2_and_one_line() -> None:
-    command = [sys.executable, "-m", "kvstore_service.server", "--dram-byte=1"]
+    command = [sys.executable, "-m", "kvstore_service.daemon.server", "--dram-byte=1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=dict(os.environ))
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1

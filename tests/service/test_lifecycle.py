@@ -83,7 +83,14 @@ def test_sockets_that_a_crash_left_do_not_stop_the_next_start(daemon: Daemon) ->
 
 
 def kvstored(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "kvstore_service.server", "--dram-bytes=16MiB", "--metrics-addr=off", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "kvstore_service.daemon.server",
+        "--dram-bytes=16MiB",
+        "--metrics-addr=off",
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -108,7 +115,7 @@ def test_a_second_daemon_on_the_same_socket_says_so(daemon: Daemon, tmp_path: Pa
 
 def test_a_daemon_dies_with_its_parent(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from kvstore_service.private import PrivateDaemon; "
+        "import sys, time; from kvstore_service.client.private import PrivateDaemon; "
         f"d = PrivateDaemon({str(tmp_path)!r}, '16MiB').start(); print(d.ready['pid'], flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -9,9 +9,9 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 
-from kvstore_service import logs
 from kvstore_service.client import AdminClient, StoreClient, StoreError
-from kvstore_service.metrics import COUNTERS, GAUGES
+from kvstore_service.daemon import logs
+from kvstore_service.daemon.front.metrics import COUNTERS, GAUGES
 from tests.daemon_process import Daemon
 from tests.service import world
 from tests.service.world import TestWorker

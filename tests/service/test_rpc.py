@@ -9,13 +9,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvstore_service import wire
 from kvstore_service._proto import admin_service_pb2 as admin_pb
 from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
 from kvstore_service.client import AdminClient, KindSpec, Layout, RingGeometry, StoreClient, StoreError
-from kvstore_service.connection import BrokerConnection
+from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.shared import wire
 from tests.daemon_process import Daemon
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore_service import native
-from kvstore_service.catalog import Catalog
-from kvstore_service.packs import OpenPacks
-from kvstore_service.sessions import Sessions
-from kvstore_service.uploads import Uploads
+from kvstore_service.daemon import native
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.open_packs import OpenPacks
+from kvstore_service.daemon.store.registry import Registry
+from kvstore_service.daemon.store.uploads import Uploads
 
 LISTED_MAX = 5
 
@@ -29,7 +29,7 @@ class Audited:
     catalog: Catalog
     uploads: Uploads
     packs: OpenPacks
-    sessions: Sessions
+    registry: Registry
     plane: native.DataPlane
     counts: Callable[[], dict[str, int]]
 
@@ -59,13 +59,13 @@ class Audited:
         ]
 
     def _references(self) -> list[Check]:
-        workers = self.sessions.workers()
-        sessions = self.sessions.all()
+        workers = self.registry.workers()
+        sessions = self.registry.all()
         bindings = [binding for worker in workers for binding in list(worker.bound.values())]
         opened, holders = self.packs.holders()
         stats = self.plane.stats()
         return [
-            _equal("references = packs of sessions", self.sessions.references_total(), _sum(s.packs for s in sessions)),
+            _equal("references = packs of sessions", self.registry.references_total(), _sum(s.packs for s in sessions)),
             _equal("holders of packs = packs of bound slots", holders, _sum(b.packs for b in bindings)),
             _equal("open packs", stats["packs_open"], opened),
             _equal("open uploads", stats["uploads_open"], self.uploads.open_count()),

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore_service import directories
-from kvstore_service.logs import event
-from kvstore_service.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
+from kvstore_service.daemon import directories
+from kvstore_service.daemon.logs import event
+from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
 CATALOG_VERSION = 1
 TENANT_KEY_BYTES = 32

@@ -9,18 +9,20 @@ import grpc
 import numpy as np
 from google.rpc import code_pb2
 
-from kvstore_service import __version__, memory, wire
+from kvstore_service import __version__
 from kvstore_service._proto import admin_service_pb2 as admin_pb
 from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
-from kvstore_service.broker import Broker
-from kvstore_service.config import Config
-from kvstore_service.rpc import caller
-from kvstore_service.sessions import Session, Worker
-from kvstore_service.sidecars import SIDECAR_BYTES_MAX
-from kvstore_service.store import DescribedPack, EvictedPack, Store
-from kvstore_service.types import CommittedPack, ReservedPack, StoreError
+from kvstore_service.daemon.config import Config
+from kvstore_service.daemon.disk.sidecars import SIDECAR_BYTES_MAX
+from kvstore_service.daemon.front.broker import Broker
+from kvstore_service.daemon.front.rpc import caller
+from kvstore_service.daemon.store.operation import DescribedPack, EvictedPack
+from kvstore_service.daemon.store.registry import Session, Worker
+from kvstore_service.daemon.store.store import Store
+from kvstore_service.shared import memory, wire
+from kvstore_service.shared.types import CommittedPack, ReservedPack, StoreError
 
 PAGE_SIZE_MAX = 1000
 
@@ -32,14 +34,14 @@ class StoreService(pb_grpc.StoreServiceServicer):
         self._config = config
 
     def _caller(self, context: grpc.ServicerContext) -> Worker:
-        return caller(context, self._store.sessions)
+        return caller(context, self._store.state.registry)
 
     def RegisterWorker(
         self, request: pb.RegisterWorkerRequest, context: grpc.ServicerContext
     ) -> pb.RegisterWorkerResponse:
         worker = self._caller(context)
         rings = [wire.geometry_of(ring) for ring in request.rings]
-        registered = self._store.register_worker(
+        registered = self._store.workers.register(
             worker, request.slots, request.window_bytes, request.staging_bytes, rings
         )
         return pb.RegisterWorkerResponse(
@@ -55,55 +57,57 @@ class StoreService(pb_grpc.StoreServiceServicer):
     ) -> Iterator[pb.HeartbeatResponse]:
         with contextlib.suppress(grpc.RpcError):  # the call was cut: by the worker's death or by the daemon's end
             for beat in request:
-                yield pb.HeartbeatResponse(sent_ns=beat.sent_ns, draining=self._store.draining.is_set())
+                yield pb.HeartbeatResponse(sent_ns=beat.sent_ns, draining=self._store.state.draining.is_set())
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
         layout = wire.layout_of(request.layout)
-        session = self._store.open_session(self._caller(context), layout, request.declared_max_tokens)
+        session = self._store.sessions.open(self._caller(context), layout, request.declared_max_tokens)
         return pb.OpenSessionResponse(session_id=session.session_id)
 
     def ForkSession(self, request: pb.ForkSessionRequest, context: grpc.ServicerContext) -> pb.ForkSessionResponse:
-        fork = self._store.fork_session(self._caller(context), request.session_id)
+        fork = self._store.sessions.fork(self._caller(context), request.session_id)
         return pb.ForkSessionResponse(session_id=fork.session_id)
 
     def CloseSession(self, request: pb.CloseSessionRequest, context: grpc.ServicerContext) -> pb.CloseSessionResponse:
-        self._store.close_session(self._caller(context), request.session_id)
+        self._store.sessions.close(self._caller(context), request.session_id)
         return pb.CloseSessionResponse()
 
     def LookupPrefix(self, request: pb.LookupPrefixRequest, context: grpc.ServicerContext) -> pb.LookupPrefixResponse:
         candidates = [wire.candidate_of(item) for item in request.candidates]
-        packs = self._store.lookup_prefix(self._caller(context), request.fingerprint, candidates)
+        packs = self._store.prefixes.lookup(self._caller(context), request.fingerprint, candidates)
         return pb.LookupPrefixResponse(packs=[wire.ref_to(ref) for ref in packs])
 
     def AttachPacks(self, request: pb.AttachPacksRequest, context: grpc.ServicerContext) -> pb.AttachPacksResponse:
         refs = [wire.ref_of(pack) for pack in request.packs]
-        return pb.AttachPacksResponse(tokens=self._store.attach(self._caller(context), request.session_id, refs))
+        return pb.AttachPacksResponse(
+            tokens=self._store.sessions.attach(self._caller(context), request.session_id, refs)
+        )
 
     def BindSlot(self, request: pb.BindSlotRequest, context: grpc.ServicerContext) -> pb.BindSlotResponse:
         refs = [wire.ref_of(pack) for pack in request.packs]
         windows = np.array([(lane.offset, lane.places) for lane in request.windows], np.uint64).reshape(-1, 2)
-        binding = self._store.bind(self._caller(context), request.session_id, request.slot, refs, windows)
+        binding = self._store.slots.bind(self._caller(context), request.session_id, request.slot, refs, windows)
         return pb.BindSlotResponse(epoch=binding.epoch, records=binding.session.tokens)
 
     def UnbindSlot(self, request: pb.UnbindSlotRequest, context: grpc.ServicerContext) -> pb.UnbindSlotResponse:
-        self._store.unbind(self._caller(context), request.slot)
+        self._store.slots.unbind(self._caller(context), request.slot)
         return pb.UnbindSlotResponse()
 
     def ReservePack(self, request: pb.ReservePackRequest, context: grpc.ServicerContext) -> pb.ReservePackResponse:
         items = [wire.reservation_of(item) for item in request.packs]
-        reserved = self._store.reserve(self._caller(context), request.session_id, items)
+        reserved = self._store.packs.reserve(self._caller(context), request.session_id, items)
         return pb.ReservePackResponse(packs=[_reserved(item) for item in reserved])
 
     def CommitPack(self, request: pb.CommitPackRequest, context: grpc.ServicerContext) -> pb.CommitPackResponse:
-        committed = self._store.commit(self._caller(context), request.session_id, list(request.upload_ids))
+        committed = self._store.packs.commit(self._caller(context), request.session_id, list(request.upload_ids))
         return pb.CommitPackResponse(packs=[_committed(item) for item in committed])
 
     def AbortPack(self, request: pb.AbortPackRequest, context: grpc.ServicerContext) -> pb.AbortPackResponse:
-        self._store.abort(self._caller(context), list(request.upload_ids))
+        self._store.packs.abort(self._caller(context), list(request.upload_ids))
         return pb.AbortPackResponse()
 
     def SealTail(self, request: pb.SealTailRequest, context: grpc.ServicerContext) -> pb.SealTailResponse:
-        session = self._store.seal_tail(self._caller(context), request.session_id, request.upload_id)
+        session = self._store.packs.seal_tail(self._caller(context), request.session_id, request.upload_id)
         return pb.SealTailResponse(pack=wire.ref_to(session.packs[-1].ref), records=session.tokens)
 
     def PutSidecar(self, request: pb.PutSidecarRequest, context: grpc.ServicerContext) -> pb.PutSidecarResponse:
@@ -118,21 +122,21 @@ class StoreService(pb_grpc.StoreServiceServicer):
                 )
             with worker.lock:
                 content = memory.read(offered.fd)
-                self._store.put_sidecar(worker, wire.sidecar_key_of(request.key), content)
+                self._store.indexes.put(worker, wire.sidecar_key_of(request.key), content)
         return pb.PutSidecarResponse()
 
     def GetSidecar(self, request: pb.GetSidecarRequest, context: grpc.ServicerContext) -> pb.GetSidecarResponse:
         worker = self._caller(context)
-        content = self._store.get_sidecar(worker, wire.sidecar_key_of(request.key))
+        content = self._store.indexes.get(worker, wire.sidecar_key_of(request.key))
         transfer = self._broker.give(worker.token, [memory.of_bytes("kvstore-sidecar", content)])
-        shape = self._store.map_shape(request.key.pack_id) if request.key.kind == "map" else ()
+        shape = self._store.indexes.map_shape(request.key.pack_id) if request.key.kind == "map" else ()
         return pb.GetSidecarResponse(transfer=transfer, size=len(content), shape=shape)
 
     def HintImportance(
         self, request: pb.HintImportanceRequest, context: grpc.ServicerContext
     ) -> pb.HintImportanceResponse:
         hints = [(wire.ref_of(item.pack), list(item.hot_records)) for item in request.packs]
-        self._store.hint_importance(self._caller(context), request.session_id, hints)
+        self._store.packs.hint_importance(self._caller(context), request.session_id, hints)
         return pb.HintImportanceResponse()
 
 
@@ -145,11 +149,11 @@ class AdminService(admin_grpc.AdminServiceServicer):
     def GetStatus(
         self, request: admin_pb.GetStatusRequest, context: grpc.ServicerContext
     ) -> admin_pb.GetStatusResponse:
-        counters = self._store.counters()
+        counters = self._store.operation.counters()
         return admin_pb.GetStatusResponse(
             version=__version__,
-            state="draining" if self._store.draining.is_set() else "serving",
-            uptime_s=self._store.uptime_s,
+            state="draining" if self._store.state.draining.is_set() else "serving",
+            uptime_s=self._store.state.uptime_s,
             data_dir=str(self._config.data_dir),
             window_kind=self._config.window,
             workers=counters["workers"],
@@ -170,17 +174,17 @@ class AdminService(admin_grpc.AdminServiceServicer):
     def ListSessions(
         self, request: admin_pb.ListSessionsRequest, context: grpc.ServicerContext
     ) -> admin_pb.ListSessionsResponse:
-        return admin_pb.ListSessionsResponse(sessions=[_session(item) for item in self._store.sessions.all()])
+        return admin_pb.ListSessionsResponse(sessions=[_session(item) for item in self._store.state.registry.all()])
 
     def DescribeSession(
         self, request: admin_pb.DescribeSessionRequest, context: grpc.ServicerContext
     ) -> admin_pb.DescribeSessionResponse:
-        session = self._store.sessions.find(request.session_id)
+        session = self._store.state.registry.find(request.session_id)
         return admin_pb.DescribeSessionResponse(
             session=_session(session),
             fingerprint=session.layout.fingerprint,
             declared_max_tokens=session.declared_max_tokens,
-            packs=[_pack(self._store.described(row)) for row in list(session.packs)],
+            packs=[_pack(self._store.operation.described(row)) for row in list(session.packs)],
         )
 
     def ListPacks(
@@ -191,34 +195,34 @@ class AdminService(admin_grpc.AdminServiceServicer):
             after = bytes.fromhex(request.page_token)
         except ValueError:
             raise StoreError("INVALID_ARGUMENT", "page_token is none of this service's") from None
-        packs = self._store.packs(after, limit)
+        packs = self._store.operation.packs(after, limit)
         token = packs[-1].row.ref.pack_id.hex() if len(packs) == limit else ""
         return admin_pb.ListPacksResponse(packs=[_pack(item) for item in packs], next_page_token=token)
 
     def Pin(self, request: admin_pb.PinRequest, context: grpc.ServicerContext) -> admin_pb.PinResponse:
-        self._store.pin(request.pack_ids, pinned=True)
+        self._store.operation.pin(request.pack_ids, pinned=True)
         return admin_pb.PinResponse()
 
     def Unpin(self, request: admin_pb.UnpinRequest, context: grpc.ServicerContext) -> admin_pb.UnpinResponse:
-        self._store.pin(request.pack_ids, pinned=False)
+        self._store.operation.pin(request.pack_ids, pinned=False)
         return admin_pb.UnpinResponse()
 
     def Evict(self, request: admin_pb.EvictRequest, context: grpc.ServicerContext) -> admin_pb.EvictResponse:
-        evicted = self._store.evict(request.pack_ids, request.descendants)
+        evicted = self._store.operation.evict(request.pack_ids, request.descendants)
         return admin_pb.EvictResponse(packs=[_evicted(item) for item in evicted])
 
     def Audit(self, request: admin_pb.AuditRequest, context: grpc.ServicerContext) -> admin_pb.AuditResponse:
-        checks = [admin_pb.AuditCheck(name=c.name, ok=c.ok, detail=c.detail) for c in self._store.audit()]
+        checks = [admin_pb.AuditCheck(name=c.name, ok=c.ok, detail=c.detail) for c in self._store.operation.audit()]
         return admin_pb.AuditResponse(checks=checks)
 
     def Verify(
         self, request: admin_pb.VerifyRequest, context: grpc.ServicerContext
     ) -> Iterator[admin_pb.VerifyResponse]:
-        rows = self._store.packs_to_verify(list(request.pack_ids))
+        rows = self._store.operation.packs_to_verify(list(request.pack_ids))
         for done, row in enumerate(rows, start=1):
             if not context.is_active():
                 return
-            bad_blocks, error = self._store.verify(row)
+            bad_blocks, error = self._store.operation.verify(row)
             yield admin_pb.VerifyResponse(
                 pack_id=row.ref.pack_id,
                 done=done,
@@ -229,7 +233,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
             )
 
     def Drain(self, request: admin_pb.DrainRequest, context: grpc.ServicerContext) -> admin_pb.DrainResponse:
-        self._store.drain()
+        self._store.operation.drain()
         return admin_pb.DrainResponse()
 
 

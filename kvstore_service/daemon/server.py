@@ -22,17 +22,18 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore_service import directories, logs, native
 from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grpc
-from kvstore_service.broker import Broker, claim_path, socket_mode
-from kvstore_service.catalog import Catalog
-from kvstore_service.config import Config, ConfigError, load, to_yaml
-from kvstore_service.metrics import MetricsServer
-from kvstore_service.rpc import MESSAGE_BYTES_MAX, Gate, Replies
-from kvstore_service.services import AdminService, StoreService
-from kvstore_service.sessions import Worker
-from kvstore_service.store import WORKERS_MAX, Store
-from kvstore_service.types import StoreError
+from kvstore_service.daemon import directories, logs, native
+from kvstore_service.daemon.config import Config, ConfigError, load, to_yaml
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.front.broker import Broker, claim_path, socket_mode
+from kvstore_service.daemon.front.metrics import MetricsServer
+from kvstore_service.daemon.front.rpc import MESSAGE_BYTES_MAX, Gate, Replies
+from kvstore_service.daemon.front.services import AdminService, StoreService
+from kvstore_service.daemon.store.registry import Worker
+from kvstore_service.daemon.store.state import WORKERS_MAX
+from kvstore_service.daemon.store.store import Store
+from kvstore_service.shared.types import StoreError
 
 STORE_SERVICE = "kvstore.v1.StoreService"
 ADMIN_SERVICE = "kvstore.v1.AdminService"
@@ -63,7 +64,7 @@ class Daemon:
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)
         self._replies = Replies()
-        self._broker = Broker(config.broker, config.peer_uids, self.store.admit, self._release)
+        self._broker = Broker(config.broker, config.peer_uids, self.store.workers.admit, self._release)
         self._health = health.HealthServicer(experimental_non_blocking=True)
         self._threads = ThreadPoolExecutor(RPC_THREADS_MAX, thread_name_prefix="rpc")
         self._grpc = self._grpc_server()
@@ -72,7 +73,9 @@ class Daemon:
     def _grpc_server(self) -> grpc.Server:
         server = grpc.server(
             self._threads,
-            interceptors=[Gate(self.store.sessions, self._replies, self.config.allow_uids, self.config.admin_uids)],
+            interceptors=[
+                Gate(self.store.state.registry, self._replies, self.config.allow_uids, self.config.admin_uids)
+            ],
             maximum_concurrent_rpcs=RPC_THREADS_MAX,
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
         )
@@ -92,7 +95,7 @@ class Daemon:
             os.chmod(self.config.socket, socket_mode(self.config.peer_uids))
             if self.config.tcp != "off":
                 self._grpc.add_secure_port(self.config.tcp, _credentials(Path(self.config.tls)))
-            self._metrics = MetricsServer(self.config.metrics_addr, self.store.counters)
+            self._metrics = MetricsServer(self.config.metrics_addr, self.store.operation.counters)
         except (RuntimeError, OSError) as error:
             tcp = "" if self.config.tcp == "off" else f" or tcp={self.config.tcp}"
             raise StoreError(
@@ -108,10 +111,10 @@ class Daemon:
 
     def drain(self, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Refuses new work and returns when no session is open, at the deadline, or when `hurry()`."""
-        self.store.drain()
+        self.store.operation.drain()
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         deadline = time.monotonic() + timeout_s
-        while self.store.sessions.all() and time.monotonic() < deadline and not hurry():
+        while self.store.state.registry.all() and time.monotonic() < deadline and not hurry():
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -126,7 +129,7 @@ class Daemon:
 
     def _release(self, worker: Worker) -> None:
         self._replies.forget(worker)
-        self.store.worker_gone(worker)
+        self.store.workers.release(worker)
 
     def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for service in ("", STORE_SERVICE, ADMIN_SERVICE):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvstore_service.types import Layout, PackRow, RingGeometry, StoreError, Violation
+from kvstore_service.shared.types import Layout, PackRow, RingGeometry, StoreError, Violation
 
 TOKEN_BYTES = 32
 SESSION_ID_BYTES = 12
@@ -64,7 +64,7 @@ class Worker:
         return f"uid-{self.uid}"
 
 
-class Sessions:
+class Registry:
     """Bounded tables of workers and sessions, and reference counts on packs. Thread-safe."""
 
     def __init__(self, sessions_max: int, slots_max: int, workers_max: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from kvstore_service.types import format_size, parse_size
+from kvstore_service.shared.types import format_size, parse_size
 
 Resolved = dict[str, tuple[Any, str]]
 

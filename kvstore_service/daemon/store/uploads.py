@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore_service import native
-from kvstore_service.catalog import Catalog, remove_file, sync_directory
-from kvstore_service.sessions import Session, Worker
-from kvstore_service.types import (
+from kvstore_service.daemon import native
+from kvstore_service.daemon.disk.catalog import Catalog, remove_file, sync_directory
+from kvstore_service.daemon.store.registry import Session, Worker
+from kvstore_service.shared.types import (
     BUILD_BYTES,
     DIGEST_BYTES,
     HASH_BLOCK_TOKENS,

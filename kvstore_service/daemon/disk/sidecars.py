@@ -10,8 +10,8 @@ import secrets
 import struct
 import zlib
 
-from kvstore_service.catalog import Catalog, SidecarRow, sync_directory
-from kvstore_service.types import SidecarKey, StoreError
+from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow, sync_directory
+from kvstore_service.shared.types import SidecarKey, StoreError
 
 SIDECAR_BYTES_MAX = 1 << 30
 _HEAD = struct.Struct("<8s32sQ")

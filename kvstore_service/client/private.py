@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvstore_service.scratch import Scratch
-from kvstore_service.types import StoreError
+from kvstore_service.shared.scratch import Scratch
+from kvstore_service.shared.types import StoreError
 
-DAEMON_ARGV = (sys.executable, "-m", "kvstore_service.server")
+DAEMON_ARGV = (sys.executable, "-m", "kvstore_service.daemon.server")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,7 +72,7 @@ class PrivateDaemon:
             "--metrics-addr=127.0.0.1:0",
             *self._options,
         )
-        tethered = (sys.executable, "-m", "kvstore_service.private", str(os.getpid()), *command)
+        tethered = (sys.executable, "-m", "kvstore_service.client.private", str(os.getpid()), *command)
         self._lines = queue.Queue()
         with self.log_path.open("a") as log:
             # In a process group of its own: a terminal's Ctrl-C is for the parent, which then stops it in order.

@@ -1,44 +1,24 @@
-"""The typed client of a node's daemon.
+"""A decode worker's view of the daemon."""
 
-    with StoreClient.connect(name="worker-0") as store:
-        memory = store.register_worker(slots=1, window_bytes=..., staging_bytes=..., rings=[RingGeometry(...)])
-        session = store.open_session(layout, declared_max_tokens=...)
-
-Every call has a deadline and raises StoreError: NOT_FOUND is a miss, RESOURCE_EXHAUSTED is full (see `violations` and
-`retry_after_s`), FAILED_PRECONDITION is another list, build or layout, UNAVAILABLE is draining or gone. No call is made
-inside a decode step; `rpc_count` shows it.
-"""
-
-import atexit
 import contextlib
 import os
-import secrets
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
 
 import grpc
 import numpy as np
-from google.rpc import code_pb2, error_details_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
+from google.rpc import code_pb2
 from numpy.typing import NDArray
 
-from kvstore_service import memory, wire
-from kvstore_service._proto import admin_service_pb2 as admin_pb
-from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
-from kvstore_service.connection import BrokerConnection
-from kvstore_service.settings import default_broker, default_socket
-from kvstore_service.types import (
-    NO_PARENT,
+from kvstore_service.client.call import COMMIT_TIMEOUT_S, Client
+from kvstore_service.shared import memory, wire
+from kvstore_service.shared.settings import default_broker, default_socket
+from kvstore_service.shared.types import (
     CommittedPack,
-    KindSpec,
     Layout,
     PackRef,
     PackReservation,
@@ -47,34 +27,10 @@ from kvstore_service.types import (
     RingGeometry,
     SidecarKey,
     StoreError,
-    Violation,
-    parse_size,
 )
-
-__all__ = [
-    "NO_PARENT",
-    "AdminClient",
-    "CommittedPack",
-    "KindSpec",
-    "Layout",
-    "PackImportance",
-    "PackRef",
-    "PackReservation",
-    "PrefixCandidate",
-    "ReservedPack",
-    "RingGeometry",
-    "SidecarKey",
-    "StoreClient",
-    "StoreError",
-    "Violation",
-    "WorkerMemory",
-    "parse_size",
-]
 
 BEAT_S = 1.0
 BEATS_PER_STREAM = 60
-COMMIT_TIMEOUT_S = 120.0
-VERIFY_TIMEOUT_S = 3600.0
 
 
 @dataclass
@@ -112,72 +68,7 @@ class PackImportance:
     hot_records: NDArray[np.uint32]
 
 
-class _Client:
-    """Broker connection, channel, and the one place where gRPC's errors become StoreErrors."""
-
-    def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._connection = BrokerConnection(broker, name, timeout_s)
-        # A connection of its own: a shared one may still be backing off from a daemon that was gone.
-        options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
-        self._count_lock = threading.Lock()
-        self._closed = False
-        self.rpc_count = 0
-        _clients.add(self)
-
-    def require_serving(self) -> None:
-        """UNAVAILABLE unless the daemon answers and takes new work."""
-        request = health_pb2.HealthCheckRequest(service="")
-        answer = self._call(health_pb2_grpc.HealthStub(self._channel).Check, request)
-        if answer.status != health_pb2.HealthCheckResponse.SERVING:
-            raise StoreError("UNAVAILABLE", "the daemon is draining")
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def close(self) -> None:
-        """Ends the connection; the daemon then frees all that this client held. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._channel.close()
-            self._connection.close()
-
-    def _metadata(self, request_id: str) -> tuple[tuple[str, str], ...]:
-        return (("kvstore-token", self._connection.token), ("kvstore-request-id", request_id))
-
-    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None = None) -> Any:
-        """One call with a deadline. Mutations carry a fresh idempotency key."""
-        request_id = secrets.token_hex(8)
-        with self._count_lock:
-            self.rpc_count += 1
-        if "idempotency_key" in request.DESCRIPTOR.fields_by_name:
-            request.idempotency_key = secrets.token_hex(16)
-        with self._typed_errors(request_id):
-            return method(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata(request_id))
-
-    @contextlib.contextmanager
-    def _typed_errors(self, request_id: str) -> Iterator[None]:
-        if self._closed:
-            raise StoreError("FAILED_PRECONDITION", "the client is closed")
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise _store_error(error, request_id) from error
-
-
-_clients: "weakref.WeakSet[_Client]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A channel that is open when the interpreter ends can hold it up."""
-    for client in list(_clients):
-        client.close()
-
-
-class StoreClient(_Client):
+class StoreClient(Client):
     """A decode worker's view of the daemon. Thread-safe; the worker lives in the daemon until `close`."""
 
     def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
@@ -195,14 +86,6 @@ class StoreClient(_Client):
     ) -> "StoreClient":
         """Joins the node's daemon. UNAVAILABLE if none answers, PERMISSION_DENIED if it refuses this user."""
         return cls(socket or default_socket(), broker or default_broker(), name or f"pid-{os.getpid()}", timeout_s)
-
-    def __enter__(self) -> "StoreClient":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._beating.set()
@@ -359,110 +242,8 @@ class StoreClient(_Client):
         self._call(self._stub.HintImportance, pb.HintImportanceRequest(session_id=session_id, packs=packs))
 
 
-class AdminClient(_Client):
-    """An operator's view of the daemon; answers are messages of admin_service.proto."""
-
-    def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
-        super().__init__(socket, broker, name, timeout_s)
-        self._stub = admin_grpc.AdminServiceStub(self._channel)
-
-    @classmethod
-    def connect(cls, socket: str | None = None, broker: str | None = None, timeout_s: float = 10.0) -> "AdminClient":
-        """UNAVAILABLE if no daemon answers, PERMISSION_DENIED if it refuses this user."""
-        return cls(socket or default_socket(), broker or default_broker(), f"admin-{os.getpid()}", timeout_s)
-
-    def __enter__(self) -> "AdminClient":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def get_status(self) -> admin_pb.GetStatusResponse:
-        response: admin_pb.GetStatusResponse = self._call(self._stub.GetStatus, admin_pb.GetStatusRequest())
-        return response
-
-    def get_config(self) -> admin_pb.GetConfigResponse:
-        response: admin_pb.GetConfigResponse = self._call(self._stub.GetConfig, admin_pb.GetConfigRequest())
-        return response
-
-    def list_sessions(self) -> list[admin_pb.SessionSummary]:
-        return list(self._call(self._stub.ListSessions, admin_pb.ListSessionsRequest()).sessions)
-
-    def describe_session(self, session_id: str) -> admin_pb.DescribeSessionResponse:
-        request = admin_pb.DescribeSessionRequest(session_id=session_id)
-        response: admin_pb.DescribeSessionResponse = self._call(self._stub.DescribeSession, request)
-        return response
-
-    def list_packs(self) -> Iterator[admin_pb.PackSummary]:
-        """Every pack, page by page."""
-        token = ""
-        while True:
-            answer = self._call(self._stub.ListPacks, admin_pb.ListPacksRequest(page_token=token))
-            yield from answer.packs
-            token = answer.next_page_token
-            if not token:
-                return
-
-    def verify(
-        self, pack_ids: Sequence[bytes] = (), timeout_s: float = VERIFY_TIMEOUT_S
-    ) -> Iterator[admin_pb.VerifyResponse]:
-        """Reads every block of the packs (of all, if none is named) from disk; one answer per pack as it is done."""
-        request_id = secrets.token_hex(8)
-        with self._count_lock:
-            self.rpc_count += 1
-        with self._typed_errors(request_id):
-            request = admin_pb.VerifyRequest(pack_ids=pack_ids)
-            yield from self._stub.Verify(request, timeout=timeout_s, metadata=self._metadata(request_id))
-
-    def pin(self, pack_ids: Sequence[bytes]) -> None:
-        """Protects packs from eviction, durably; all or, if one is NOT_FOUND, none."""
-        self._call(self._stub.Pin, admin_pb.PinRequest(pack_ids=pack_ids))
-
-    def unpin(self, pack_ids: Sequence[bytes]) -> None:
-        self._call(self._stub.Unpin, admin_pb.UnpinRequest(pack_ids=pack_ids))
-
-    def evict(self, pack_ids: Sequence[bytes], descendants: bool = False) -> list[admin_pb.EvictedPack]:
-        """Removes packs with their sidecars, each whole or not at all; one result per pack, `code` 0 where it went.
-
-        Refused (FAILED_PRECONDITION) for a pack that is pinned, attached to a session, or continued by a pack that
-        stays; `descendants` evicts those too."""
-        request = admin_pb.EvictRequest(pack_ids=pack_ids, descendants=descendants)
-        return list(self._call(self._stub.Evict, request, COMMIT_TIMEOUT_S).packs)
-
-    def audit(self) -> list[admin_pb.AuditCheck]:
-        """What must be equal, compared: catalogue and files, references, runs, frames, lookups."""
-        return list(self._call(self._stub.Audit, admin_pb.AuditRequest(), COMMIT_TIMEOUT_S).checks)
-
-    @property
-    def token(self) -> str:
-        """What other gRPC clients send as metadata `kvstore-token`; it is valid until `close`."""
-        return self._connection.token
-
-    def drain(self) -> None:
-        """From now on the daemon refuses new work."""
-        self._call(self._stub.Drain, admin_pb.DrainRequest())
-
-
 def _committed(item: pb.CommittedPack) -> CommittedPack:
     code = code_pb2.Code.Name(item.status.code)
     if code in ("OK", "ALREADY_EXISTS"):
         return CommittedPack(wire.ref_of(item.pack), exists=code == "ALREADY_EXISTS")
     return CommittedPack(None, error=StoreError(code, item.status.message))
-
-
-def _store_error(error: grpc.RpcError, request_id: str) -> StoreError:
-    """gRPC's error with what google.rpc's details add to it."""
-    retry_after_s: float | None = None
-    violations: list[Violation] = []
-    status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
-    for detail in status.details if status is not None else ():
-        quota, retry = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
-        if detail.Unpack(quota):
-            violations.extend(Violation(item.subject, item.description) for item in quota.violations)
-        elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
-    message = error.details() if isinstance(error, grpc.Call) else str(error)
-    return StoreError(code, message or code, retry_after_s, violations, request_id)

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore_service import _native, types
+from kvstore_service import _native
 from kvstore_service._native import DataPlane, PackSpec, RingGeometry
-from kvstore_service.types import Layout, StoreError
+from kvstore_service.shared import types
+from kvstore_service.shared.types import Layout, StoreError
 
 __all__ = ["DataPlane", "PackSpec", "RingGeometry", "errors", "pack_spec", "ring_geometry"]
 

@@ -26,10 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore_service import directories, memory
-from kvstore_service.logs import event
-from kvstore_service.sessions import Worker
-from kvstore_service.types import StoreError
+from kvstore_service.daemon import directories
+from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.store.registry import Worker
+from kvstore_service.shared import memory
+from kvstore_service.shared.types import StoreError
 
 MESSAGE_BYTES_MAX = 4096
 DESCRIPTORS_MAX = 253  # SCM_MAX_FD

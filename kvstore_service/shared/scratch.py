@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from kvstore_service.types import StoreError
+from kvstore_service.shared.types import StoreError
 
 _RANDOM = re.compile(r"[a-z0-9_]{8}")
 

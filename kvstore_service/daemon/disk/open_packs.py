@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvstore_service import native
-from kvstore_service.catalog import Catalog
-from kvstore_service.types import PackRow, StoreError
+from kvstore_service.daemon import native
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.shared.types import PackRow, StoreError
 
 
 @dataclass

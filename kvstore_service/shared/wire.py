@@ -1,7 +1,7 @@
 """Between messages of kvstore.v1 and the types of types.py, for both ends."""
 
 from kvstore_service._proto import store_service_pb2 as pb
-from kvstore_service.types import (
+from kvstore_service.shared.types import (
     KindSpec,
     Layout,
     PackRef,

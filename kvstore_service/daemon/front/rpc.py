@@ -20,9 +20,9 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from kvstore_service import logs
-from kvstore_service.sessions import Sessions, Worker
-from kvstore_service.types import StoreError
+from kvstore_service.daemon import logs
+from kvstore_service.daemon.store.registry import Registry, Worker
+from kvstore_service.shared.types import StoreError
 
 TOKEN_ENTRY = "kvstore-token"
 REQUEST_ID_ENTRY = "kvstore-request-id"
@@ -41,12 +41,12 @@ _T = TypeVar("_T")
 log = logging.getLogger("kvstored.rpc")
 
 
-def caller(context: grpc.ServicerContext, sessions: Sessions) -> Worker:
+def caller(context: grpc.ServicerContext, registry: Registry) -> Worker:
     """The worker whose token the call carries. UNAUTHENTICATED."""
     token = dict(context.invocation_metadata()).get(TOKEN_ENTRY)
     if not token:
         raise StoreError("UNAUTHENTICATED", f"metadata {TOKEN_ENTRY} is missing; the broker hands it out")
-    return sessions.worker(token)
+    return registry.worker(token)
 
 
 class Replies:
@@ -98,9 +98,9 @@ class Gate(grpc.ServerInterceptor):
     nothing but its metadata is read."""
 
     def __init__(
-        self, sessions: Sessions, replies: Replies, worker_uids: frozenset[int], admin_uids: frozenset[int]
+        self, registry: Registry, replies: Replies, worker_uids: frozenset[int], admin_uids: frozenset[int]
     ) -> None:
-        self._sessions = sessions
+        self._registry = registry
         self._replies = replies
         self._worker_uids = worker_uids
         self._admin_uids = admin_uids
@@ -164,7 +164,7 @@ class Gate(grpc.ServerInterceptor):
             if method.startswith(_WORKERS):
                 raise StoreError("PERMISSION_DENIED", "StoreService is not served over TCP")
             return f"tls {context.peer()}"
-        peer = caller(context, self._sessions)
+        peer = caller(context, self._registry)
         if method.startswith(_WORKERS) and peer.uid not in self._worker_uids:
             raise StoreError("PERMISSION_DENIED", f"user id {peer.uid} is not in allow_uids")
         if method.startswith(_ADMIN) and peer.uid not in self._admin_uids:

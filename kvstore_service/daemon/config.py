@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from kvstore_service import logs, settings
-from kvstore_service.settings import ConfigError, Key
-from kvstore_service.types import HASH_BLOCK_TOKENS, format_size
+from kvstore_service.daemon import logs
+from kvstore_service.shared import settings
+from kvstore_service.shared.settings import ConfigError, Key
+from kvstore_service.shared.types import HASH_BLOCK_TOKENS, format_size
 
 UNIX_PATH_BYTES_MAX = 107
 PACK_TOKENS_MAX = 16384

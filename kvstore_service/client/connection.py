@@ -5,8 +5,8 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from kvstore_service import memory
-from kvstore_service.types import StoreError
+from kvstore_service.shared import memory
+from kvstore_service.shared.types import StoreError
 
 _MESSAGE_BYTES_MAX = 4096
 _DESCRIPTORS_MAX = 253

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvstore_service.types import StoreError
+from kvstore_service.shared.types import StoreError
 
 # What rises and falls, then what only rises; the names of `kvctl status` and, with kvstore_ before them, of Prometheus.
 GAUGES = {

@@ -8,7 +8,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from kvstore_service.types import StoreError, format_size
+from kvstore_service.shared.types import StoreError, format_size
 
 # An empty catalogue with its log.
 ROOM_BYTES = 1 << 20

@@ -1,0 +1,109 @@
+"""What both clients are made of: a broker connection, a channel, and the one place where gRPC's errors are typed."""
+
+import atexit
+import contextlib
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.shared.types import StoreError, Violation
+
+COMMIT_TIMEOUT_S = 120.0
+
+
+class Client:
+    """Thread-safe. What it holds in the daemon lives until `close`."""
+
+    def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._connection = BrokerConnection(broker, name, timeout_s)
+        # A connection of its own: a shared one may still be backing off from a daemon that was gone.
+        options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
+        self._count_lock = threading.Lock()
+        self._closed = False
+        self.rpc_count = 0
+        _clients.add(self)
+
+    def require_serving(self) -> None:
+        """UNAVAILABLE unless the daemon answers and takes new work."""
+        request = health_pb2.HealthCheckRequest(service="")
+        answer = self._call(health_pb2_grpc.HealthStub(self._channel).Check, request)
+        if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            raise StoreError("UNAVAILABLE", "the daemon is draining")
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Ends the connection; the daemon then frees all that this client held. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._channel.close()
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _metadata(self, request_id: str) -> tuple[tuple[str, str], ...]:
+        return (("kvstore-token", self._connection.token), ("kvstore-request-id", request_id))
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None = None) -> Any:
+        """One call with a deadline. Mutations carry a fresh idempotency key."""
+        request_id = secrets.token_hex(8)
+        with self._count_lock:
+            self.rpc_count += 1
+        if "idempotency_key" in request.DESCRIPTOR.fields_by_name:
+            request.idempotency_key = secrets.token_hex(16)
+        with self._typed_errors(request_id):
+            return method(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata(request_id))
+
+    @contextlib.contextmanager
+    def _typed_errors(self, request_id: str) -> Iterator[None]:
+        if self._closed:
+            raise StoreError("FAILED_PRECONDITION", "the client is closed")
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise _store_error(error, request_id) from error
+
+
+_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A channel that is open when the interpreter ends can hold it up."""
+    for client in list(_clients):
+        client.close()
+
+
+def _store_error(error: grpc.RpcError, request_id: str) -> StoreError:
+    """gRPC's error with what google.rpc's details add to it."""
+    retry_after_s: float | None = None
+    violations: list[Violation] = []
+    status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
+    for detail in status.details if status is not None else ():
+        quota, retry = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
+        if detail.Unpack(quota):
+            violations.extend(Violation(item.subject, item.description) for item in quota.violations)
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
+    message = error.details() if isinstance(error, grpc.Call) else str(error)
+    return StoreError(code, message or code, retry_after_s, violations, request_id)

@@ -1,0 +1,1 @@
+"""What is durable: the catalogue, sidecars, and packs that are open."""

@@ -1,0 +1,1 @@
+"""What peers reach: the broker, gRPC behind its gate, metrics."""

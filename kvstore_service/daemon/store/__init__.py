@@ -1,0 +1,1 @@
+"""What calls do: workers, sessions, slots, prefixes, packs, indexes, operation. One file each, over `state`."""

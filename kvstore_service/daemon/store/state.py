@@ -1,0 +1,116 @@
+"""State: what all calls of the store share, and what holds for each of them.
+
+Every call of a worker runs under that worker's lock and after a check that it is still there, so its release, which
+takes the same lock, finds nothing half done.
+"""
+
+import logging
+import resource
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import ERROR, WARNING
+
+from kvstore_service.daemon import native
+from kvstore_service.daemon.config import Config
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.open_packs import OpenPacks
+from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.store.registry import Binding, Registry, Worker
+from kvstore_service.daemon.store.uploads import Uploads
+from kvstore_service.shared.types import PackRef, PackRow, SidecarKey, StoreError
+
+WORKERS_MAX = 64
+IDLE_PACKS_MAX = 4096
+COUNTED = (
+    "commit_exists", "commits", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
+    "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "reserve_exists",
+)  # fmt: skip
+
+log = logging.getLogger("kvstored.store")
+
+
+class State:
+    """The parts of a running store, each thread-safe."""
+
+    def __init__(self, config: Config, catalog: Catalog, plane: native.DataPlane) -> None:
+        self.config = config
+        self.catalog = catalog
+        self.plane = plane
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.open_packs = OpenPacks(plane, catalog, min(IDLE_PACKS_MAX, descriptors // 4))
+        self.uploads = Uploads(plane, catalog, config.nvme_bytes, config.pack_tokens, config.extent_blocks)
+        self.registry = Registry(config.sessions_max, config.slots_max, WORKERS_MAX)
+        self.draining = threading.Event()
+        self._tenant_keys: dict[str, bytes] = {}
+        self._counts = Counter(dict.fromkeys(COUNTED, 0))
+        self._counts_lock = threading.Lock()
+        self._started_s = time.monotonic()
+        for row in catalog.damaged.values():
+            event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file)
+        for name in catalog.removed:
+            event(log, WARNING, "unfinished file removed", file=name)
+        self.count("leftovers_removed", len(catalog.removed))
+
+    @contextmanager
+    def acting(self, worker: Worker, new: bool = False) -> Iterator[None]:
+        """A worker's call; `new` ones are refused while draining."""
+        if new and self.draining.is_set():
+            raise StoreError("UNAVAILABLE", "the daemon is draining", retry_after_s=5.0)
+        with worker.lock:
+            if worker.gone:
+                raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended")
+            yield
+
+    def served(self, name: bytes, worker: Worker) -> PackRow | None:
+        """None also for a damaged pack, which is counted: it has to be written again like one that is not there."""
+        try:
+            row = self.catalog.pack(name)
+            if row is not None and row.tenant == worker.tenant:
+                self.open_packs.check(row)
+                return row
+        except StoreError:
+            self.count("lookup_damaged")
+        return None
+
+    def row(self, ref: PackRef, worker: Worker) -> PackRow:
+        """The pack that a worker means: NOT_FOUND, DATA_LOSS, or FAILED_PRECONDITION for another build."""
+        return self.keyed_row(SidecarKey(ref.pack_id, ref.build, ""), worker)
+
+    def keyed_row(self, key: SidecarKey, worker: Worker) -> PackRow:
+        row = self.catalog.pack(key.pack_id)
+        if row is None or row.tenant != worker.tenant:
+            raise StoreError("NOT_FOUND", f"pack {key.pack_id.hex()} is not stored")
+        if row.ref.build != key.build:
+            raise StoreError("FAILED_PRECONDITION", f"pack {key.pack_id.hex()} has build {row.ref.build.hex()}")
+        self.open_packs.check(row)
+        return row
+
+    def tenant_key(self, worker: Worker) -> bytes:
+        if worker.tenant not in self._tenant_keys:
+            self._tenant_keys[worker.tenant] = self.catalog.tenant_key(worker.tenant)
+        return self._tenant_keys[worker.tenant]
+
+    def release_packs(self, binding: Binding) -> None:
+        while binding.packs:
+            self.open_packs.release(binding.packs.pop())
+
+    def count(self, name: str, by: int = 1) -> None:
+        with self._counts_lock:
+            self._counts[name] += by
+
+    def counts(self) -> dict[str, int]:
+        with self._counts_lock:
+            return dict(self._counts)
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+
+def registered(worker: Worker) -> int:
+    if worker.native_id is None:
+        raise StoreError("FAILED_PRECONDITION", "register the worker's memory first")
+    return worker.native_id

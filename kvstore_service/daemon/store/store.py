@@ -1,0 +1,35 @@
+"""The store: one room per noun, over the state that they share. `services` calls `store.NOUN.verb`."""
+
+from kvstore_service.daemon import native
+from kvstore_service.daemon.config import Config
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.store.indexes import Indexes
+from kvstore_service.daemon.store.operation import Operation
+from kvstore_service.daemon.store.packs import Packs
+from kvstore_service.daemon.store.prefixes import Prefixes
+from kvstore_service.daemon.store.sessions import Sessions
+from kvstore_service.daemon.store.slots import Slots
+from kvstore_service.daemon.store.state import State
+from kvstore_service.daemon.store.workers import Workers
+
+
+class Store:
+    """Thread-safe. Takes over `plane` and closes it."""
+
+    def __init__(self, config: Config, catalog: Catalog, plane: native.DataPlane) -> None:
+        self.state = state = State(config, catalog, plane)
+        self.workers = Workers(state)
+        self.slots = Slots(state)
+        self.sessions = Sessions(state, self.slots)
+        self.prefixes = Prefixes(state)
+        self.packs = Packs(state, self.sessions)
+        self.indexes = Indexes(state)
+        self.operation = Operation(state)
+
+    def close(self) -> None:
+        """Releases every worker; what was committed stays."""
+        for worker in self.state.registry.workers():
+            self.workers.release(worker)
+        self.state.uploads.close()
+        self.state.plane.close()
+        self.state.catalog.close()

@@ -1,0 +1,123 @@
+"""Workers: their memory, from registration to release."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from logging import DEBUG, INFO
+
+from kvstore_service.daemon import native
+from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.store.registry import Worker
+from kvstore_service.daemon.store.state import State, log
+from kvstore_service.shared import memory
+from kvstore_service.shared.types import RingGeometry, StoreError
+
+RINGS_MAX = 64
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A worker's memory. `descriptors`, the caller's: window, staging, then (requests, completions) of each ring."""
+
+    worker_id: int
+    descriptors: list[int]
+
+
+class Workers:
+    """Broker peers become workers here, and end here."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def admit(self, uid: int, pid: int, name: str) -> Worker:
+        """A new peer of the broker; its token authenticates its calls."""
+        return self._state.registry.add_worker(uid, pid, name)
+
+    def register(
+        self, worker: Worker, slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry]
+    ) -> Registered:
+        """Creates and serves the worker's memory. Completions can be written by nobody else afterwards."""
+        with self._state.acting(worker, new=True):
+            if worker.native_id is not None:
+                raise StoreError(
+                    "FAILED_PRECONDITION", "registered already; connect to the broker again for new memory"
+                )
+            _check_memory(slots, window_bytes, staging_bytes, rings)
+            self._state.registry.grant_slots(worker, slots)
+            descriptors: list[int] = []
+            try:
+                descriptors.append(memory.create("kvstore-window", window_bytes))
+                descriptors.append(memory.create("kvstore-staging", staging_bytes))
+                with native.errors():
+                    worker.native_id = self._state.plane.add_worker(
+                        descriptors[0], window_bytes, descriptors[1], staging_bytes, slots
+                    )
+                    for geometry in rings:
+                        descriptors.extend(self._add_ring(worker.native_id, geometry))
+                for fd in descriptors[:2]:
+                    memory.add_seals(fd, memory.F_SEAL_SEAL)
+            except BaseException:
+                for fd in descriptors:
+                    os.close(fd)
+                self._forget_memory(worker)
+                self._state.registry.grant_slots(worker, 0)
+                raise
+            worker.rings = tuple(rings)
+            event(log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id)
+            return Registered(worker.native_id, descriptors)
+
+    def _add_ring(self, native_id: int, geometry: RingGeometry) -> list[int]:
+        shape = native.ring_geometry(geometry)
+        requests = memory.create("kvstore-requests", shape.requests_bytes)
+        try:
+            completions = memory.create("kvstore-completions", shape.completions_bytes)
+            try:
+                self._state.plane.add_ring(native_id, requests, completions, shape)
+                memory.add_seals(requests, memory.F_SEAL_SEAL)
+                memory.add_seals(completions, memory.F_SEAL_FUTURE_WRITE | memory.F_SEAL_SEAL)
+            except BaseException:
+                os.close(completions)
+                raise
+        except BaseException:
+            os.close(requests)
+            raise
+        return [requests, completions]
+
+    def _forget_memory(self, worker: Worker) -> None:
+        if worker.native_id is not None:
+            with native.errors():
+                self._state.plane.remove_worker(worker.native_id)
+            worker.native_id = None
+
+    def release(self, worker: Worker) -> None:
+        """Frees all that a worker held. Idempotent; its token is void from the first moment."""
+        self._state.registry.remove_worker(worker)
+        with worker.lock:
+            if worker.gone:
+                return
+            worker.gone = True
+            level = DEBUG if worker.native_id is None else INFO  # an operator's visit is worth no line
+            try:
+                self._forget_memory(worker)
+            finally:
+                self._state.uploads.forget(worker)
+                for binding in worker.bound.values():
+                    self._state.release_packs(binding)
+                worker.bound.clear()
+                for session in list(worker.sessions.values()):
+                    self._state.registry.close(session)
+        event(log, level, "worker released", name=worker.name, pid=worker.pid)
+
+
+def _check_memory(slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry]) -> None:
+    if slots < 1 or window_bytes < 1 or staging_bytes < 1 or not 1 <= len(rings) <= RINGS_MAX:
+        raise StoreError(
+            "INVALID_ARGUMENT", f"a worker has slots, window and staging bytes, and 1 to {RINGS_MAX} rings"
+        )
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shapes = [native.ring_geometry(ring) for ring in rings]
+    ring_bytes = sum(shape.requests_bytes + shape.completions_bytes for shape in shapes)
+    if window_bytes + staging_bytes + ring_bytes > machine_bytes:
+        raise StoreError(
+            "RESOURCE_EXHAUSTED", f"window, staging and rings exceed the machine's {machine_bytes} B of memory"
+        )

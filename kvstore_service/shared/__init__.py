@@ -1,0 +1,1 @@
+"""What daemon and client share: nouns, messages, memory, settings."""

@@ -116,11 +116,20 @@ class StoreClient(Client):
                 return
 
     def register_worker(
-        self, slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry], name: str = ""
+        self,
+        slots: int,
+        window_bytes: int,
+        staging_bytes: int,
+        rings: Sequence[RingGeometry],
+        name: str = "",
+        wait_ms: int = 0,
     ) -> WorkerMemory:
-        """Allocates this worker's memory in the daemon; once per client. The caller closes the result."""
+        """Allocates this worker's memory in the daemon; once per client. The caller closes the result.
+
+        wait_ms: how long this worker waits for one ticket (0: the daemon's default); the daemon fails a run before
+        that."""
         request = pb.RegisterWorkerRequest(
-            name=name, slots=slots, window_bytes=window_bytes, staging_bytes=staging_bytes,
+            name=name, slots=slots, window_bytes=window_bytes, staging_bytes=staging_bytes, wait_ms=wait_ms,
             rings=[wire.geometry_to(ring) for ring in rings],
         )  # fmt: skip
         answer = self._call(self._stub.RegisterWorker, request, COMMIT_TIMEOUT_S)

@@ -42,7 +42,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
         worker = self._caller(context)
         rings = [wire.geometry_of(ring) for ring in request.rings]
         registered = self._store.workers.register(
-            worker, request.slots, request.window_bytes, request.staging_bytes, rings
+            worker, request.slots, request.window_bytes, request.staging_bytes, rings, request.wait_ms
         )
         return pb.RegisterWorkerResponse(
             worker_id=registered.worker_id,

@@ -54,6 +54,7 @@ class Worker:
     gone: bool = False
     native_id: int | None = None
     slots: int = 0
+    wait_ms: int = 0
     rings: tuple[RingGeometry, ...] = ()
     sessions: dict[str, Session] = field(default_factory=dict)
     bound: dict[int, Binding] = field(default_factory=dict)

@@ -34,9 +34,17 @@ class Workers:
         return self._state.registry.add_worker(uid, pid, name)
 
     def register(
-        self, worker: Worker, slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry]
+        self,
+        worker: Worker,
+        slots: int,
+        window_bytes: int,
+        staging_bytes: int,
+        rings: Sequence[RingGeometry],
+        wait_ms: int = 0,
     ) -> Registered:
-        """Creates and serves the worker's memory. Completions can be written by nobody else afterwards."""
+        """Creates and serves the worker's memory. Completions can be written by nobody else afterwards.
+
+        wait_ms: how long the worker waits for one ticket; 0 is the daemon's default."""
         with self._state.acting(worker, new=True):
             if worker.native_id is not None:
                 raise StoreError(
@@ -44,6 +52,7 @@ class Workers:
                 )
             _check_memory(slots, window_bytes, staging_bytes, rings)
             self._state.registry.grant_slots(worker, slots)
+            worker.wait_ms = wait_ms
             descriptors: list[int] = []
             try:
                 descriptors.append(memory.create("kvstore-window", window_bytes))

@@ -19,6 +19,7 @@ from kvstore_service.shared.scratch import Scratch
 from kvstore_service.shared.types import StoreError
 
 DAEMON_ARGV = (sys.executable, "-m", "kvstore_service.daemon.server")
+DRAIN_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -70,6 +71,7 @@ class PrivateDaemon:
             f"--broker={self.broker}",
             f"--dram-bytes={self._dram_bytes}",
             "--metrics-addr=127.0.0.1:0",
+            f"--drain-s={DRAIN_S}",
             *self._options,
         )
         tethered = (sys.executable, "-m", "kvstore_service.client.private", str(os.getpid()), *command)

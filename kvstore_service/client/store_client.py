@@ -181,15 +181,17 @@ class StoreClient(Client):
         """Returns when no ticket or copy of the slot's epoch can store any more."""
         self._call(self._stub.UnbindSlot, pb.UnbindSlotRequest(slot=slot), COMMIT_TIMEOUT_S)
 
-    def reserve_pack(self, session_id: str, packs: Sequence[PackReservation]) -> list[ReservedPack]:
-        """Opens uploads for a chain of packs, all or none; one that exists has no upload and names the stored build.
+    def reserve_pack(
+        self, session_id: str, packs: Sequence[PackReservation], compete: bool = False
+    ) -> list[ReservedPack]:
+        """Opens uploads for a chain of packs. One that exists has none and names the stored build; nor has one that
+        another worker is writing (`retry_after_s`), unless `compete`: then the first commit wins.
 
-        RESOURCE_EXHAUSTED with a violation of `nvme_bytes` if they do not fit."""
-        request = pb.ReservePackRequest(session_id=session_id, packs=[wire.reservation_to(item) for item in packs])
-        answer = self._call(self._stub.ReservePack, request, COMMIT_TIMEOUT_S)
-        return [
-            ReservedPack(wire.ref_of(item.pack), None if item.status.code else item.upload_id) for item in answer.packs
-        ]
+        RESOURCE_EXHAUSTED, and no upload at all, with a violation of `nvme_bytes` if they do not fit."""
+        request = pb.ReservePackRequest(
+            session_id=session_id, packs=[wire.reservation_to(item) for item in packs], compete=compete
+        )
+        return [_reserved(item) for item in self._call(self._stub.ReservePack, request, COMMIT_TIMEOUT_S).packs]
 
     def commit_pack(
         self, session_id: str, upload_ids: Sequence[int], timeout_s: float = COMMIT_TIMEOUT_S
@@ -249,6 +251,12 @@ class StoreClient(Client):
             for hint in hints
         ]
         self._call(self._stub.HintImportance, pb.HintImportanceRequest(session_id=session_id, packs=packs))
+
+
+def _reserved(item: pb.ReservedPack) -> ReservedPack:
+    if item.status.code == code_pb2.ABORTED:
+        return ReservedPack(wire.ref_of(item.pack), None, item.status.retry_after_ms / 1e3)
+    return ReservedPack(wire.ref_of(item.pack), None if item.status.code else item.upload_id)
 
 
 def _committed(item: pb.CommittedPack) -> CommittedPack:

@@ -37,6 +37,12 @@ class Config:
     window: str
     slots_max: int
     sessions_max: int
+    on_full: str
+    evict_high: float
+    evict_low: float
+    upload_stall_s: float
+    upload_ttl_s: float
+    drain_s: float
     metrics_addr: str
     allow_uids: frozenset[int]
     admin_uids: frozenset[int]
@@ -164,6 +170,32 @@ KEYS = (
     Key("window", lambda: "auto", _window, "where windows lie: shm, or auto (the best available)"),
     Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),
+    Key(
+        "on_full",
+        lambda: "evict",
+        settings.choice("evict", "refuse"),
+        "a full store: evict what is used least, or refuse",
+    ),
+    Key(
+        "evict_high",
+        lambda: 0.95,
+        settings.number(0.1, 1.0),
+        "part of nvme_bytes (or of a quota) above which packs are evicted",
+    ),
+    Key("evict_low", lambda: 0.9, settings.number(0.1, 1.0), "part of it down to which they are"),
+    Key(
+        "upload_stall_s",
+        lambda: 10.0,
+        settings.number(0.0, 86400.0),
+        "a worker without progress keeps others from its packs so long",
+    ),
+    Key(
+        "upload_ttl_s",
+        lambda: 600.0,
+        settings.number(0.0, 86400.0),
+        "uploads of a worker without progress are aborted after this",
+    ),
+    Key("drain_s", lambda: 30.0, settings.number(0.0, 86400.0), "time that open sessions get to end after SIGTERM"),
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),
     Key("allow_uids", lambda: "own", _uids, "user ids whose workers are served: own, or 0,1000", _show_uids),
     Key("admin_uids", lambda: "own", _admin_uids, "who may administer: own (and root), or 0,1000", _show_uids),
@@ -199,6 +231,8 @@ def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Co
         raise ConfigError(f"broker={config.broker}: the same path as socket; give each its own")
     if config.tcp != "off" and config.tls == "off":
         raise ConfigError(f"tcp={config.tcp}: needs mutual TLS; set tls to the directory of the certificates")
+    if config.evict_low > config.evict_high:
+        raise ConfigError(f"evict_low={config.evict_low}: write at most evict_high, {config.evict_high}")
     return config
 
 

@@ -39,7 +39,6 @@ STORE_SERVICE = "kvstore.v1.StoreService"
 ADMIN_SERVICE = "kvstore.v1.AdminService"
 # Every worker's heartbeat stream holds a thread.
 RPC_THREADS_MAX = WORKERS_MAX + 32
-DRAIN_S = 3.0
 GRACE_S = 1.0
 
 log = logging.getLogger("kvstored")
@@ -153,7 +152,7 @@ def serve(make: Callable[[], Daemon]) -> int:
         ending.recv(1)
         _notify("STOPPING=1")
         logs.event(log, logging.INFO, "draining", pid=os.getpid())
-        daemon.drain(DRAIN_S, signalled)
+        daemon.drain(daemon.config.drain_s, signalled)
     finally:
         daemon.close()
     logs.event(log, logging.INFO, "ended", pid=os.getpid())

@@ -118,14 +118,18 @@ class PackReservation:
 
 @dataclass(frozen=True)
 class ReservedPack:
-    """`upload_id` is None if the pack exists already; `pack` then is the one to attach."""
+    """What became of a reservation: an upload of one's own, or one of two reasons for having none.
+
+    `exists`: the pack is stored, and `pack` is the one to attach. `retry_after_s`: another worker is writing it;
+    reserve it again then, until it exists or its upload is yours."""
 
     pack: PackRef
     upload_id: int | None
+    retry_after_s: float | None = None
 
     @property
     def exists(self) -> bool:
-        return self.upload_id is None
+        return self.upload_id is None and self.retry_after_s is None
 
 
 @dataclass(frozen=True)

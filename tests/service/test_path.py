@@ -115,7 +115,7 @@ def test_the_first_commit_wins_and_the_second_gets_its_build(daemon: Daemon, wor
     with connect(daemon, "rival") as client:
         rival = TestWorker(client)
         sessions = [worker.client.open_session(LAYOUT, 4096), client.open_session(LAYOUT, 4096)]
-        mine, theirs = worker.write(sessions[0], 1), rival.write(sessions[1], 1)
+        mine, theirs = worker.write(sessions[0], 1), rival.write(sessions[1], 1, compete=True)
         assert mine.upload_id is not None
         assert theirs.upload_id is not None
         assert mine.pack.build != theirs.pack.build

@@ -108,9 +108,9 @@ class TestWorker:
         """What becomes of a ticket's answers, uint32[runs, 2] (status, aux)."""
         assert (statuses[:, 0] == _native.STATUS_OK).all(), statuses
 
-    def write(self, session: str, number: int, index: int = 0) -> ReservedPack:
+    def write(self, session: str, number: int, index: int = 0, compete: bool = False) -> ReservedPack:
         """Reserves and stores pack `number`; not committed yet."""
-        reserved = self.client.reserve_pack(session, [reservation(number, index)])[0]
+        reserved = self.client.reserve_pack(session, [reservation(number, index)], compete)[0]
         if reserved.upload_id is not None:
             self.store(reserved.upload_id, number)
         return reserved

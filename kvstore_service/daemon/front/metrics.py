@@ -51,6 +51,7 @@ COUNTERS = {
     "promotes_dropped": "hints to read ahead that were not followed",
     "records_copied": "records copied into windows",
     "reserve_exists": "reservations that found the pack committed already",
+    "reserve_in_progress": "reservations that found the pack being written by another worker",
     "runs": "runs (one slot and lane of a ticket) begun",
     "runs_error": "runs that failed or were given up",
     "runs_ok": "runs done",
@@ -58,6 +59,7 @@ COUNTERS = {
     "sleeps": "times that a copy thread went to sleep",
     "store_bytes": "bytes of records taken from staging",
     "tickets": "tickets taken from rings",
+    "uploads_expired": "uploads aborted because their worker had made no progress",
     "wakes": "times that a copy thread woke a worker",
     "warm_bytes": "bytes read ahead by importance hints, part of nvme_read_bytes",
 }

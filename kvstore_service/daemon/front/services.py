@@ -95,7 +95,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
 
     def ReservePack(self, request: pb.ReservePackRequest, context: grpc.ServicerContext) -> pb.ReservePackResponse:
         items = [wire.reservation_of(item) for item in request.packs]
-        reserved = self._store.packs.reserve(self._caller(context), request.session_id, items)
+        reserved = self._store.packs.reserve(self._caller(context), request.session_id, items, request.compete)
         return pb.ReservePackResponse(packs=[_reserved(item) for item in reserved])
 
     def CommitPack(self, request: pb.CommitPackRequest, context: grpc.ServicerContext) -> pb.CommitPackResponse:
@@ -238,6 +238,14 @@ class AdminService(admin_grpc.AdminServiceServicer):
 
 
 def _reserved(item: ReservedPack) -> pb.ReservedPack:
+    if item.retry_after_s is not None:
+        status = pb.ItemStatus(
+            code=code_pb2.ABORTED,
+            message="another worker is writing the pack; reserve it again",
+            reason="UPLOAD_IN_PROGRESS",
+            retry_after_ms=int(item.retry_after_s * 1e3),
+        )
+        return pb.ReservedPack(status=status, pack=wire.ref_to(item.pack))
     if item.upload_id is None:
         status = pb.ItemStatus(code=code_pb2.ALREADY_EXISTS, message="the pack is stored already")
         return pb.ReservedPack(status=status, pack=wire.ref_to(item.pack))

@@ -18,12 +18,16 @@ class Packs:
         self._state = state
         self._sessions = sessions
 
-    def reserve(self, worker: Worker, session_id: str, items: Sequence[PackReservation]) -> list[ReservedPack]:
-        with self._state.acting(worker, new=True):
+    def reserve(
+        self, worker: Worker, session_id: str, items: Sequence[PackReservation], compete: bool = False
+    ) -> list[ReservedPack]:
+        """Also while draining: a session that is open may seal and end."""
+        with self._state.acting(worker):
             registered(worker)
             session = self._state.registry.of(worker, session_id)
-            reserved = self._state.uploads.reserve(session, items, self._state.tenant_key(worker))
+            reserved = self._state.uploads.reserve(session, items, self._state.tenant_key(worker), compete)
             self._state.count("reserve_exists", sum(pack.exists for pack in reserved))
+            self._state.count("reserve_in_progress", sum(pack.retry_after_s is not None for pack in reserved))
             return reserved
 
     def commit(self, worker: Worker, session_id: str, upload_ids: Sequence[int]) -> list[CommittedPack]:
@@ -38,6 +42,10 @@ class Packs:
     def abort(self, worker: Worker, upload_ids: Sequence[int]) -> None:
         with self._state.acting(worker):
             self._state.uploads.abort(worker, upload_ids)
+
+    def expire(self) -> None:
+        """Aborts the uploads of workers that have stopped writing."""
+        self._state.count("uploads_expired", self._state.uploads.sweep())
 
     def seal_tail(self, worker: Worker, session_id: str, upload_id: int) -> Session:
         """Commits the pack of the oldest tail tokens and appends what the store then holds to session and slots.

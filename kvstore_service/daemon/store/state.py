@@ -27,6 +27,7 @@ IDLE_PACKS_MAX = 4096
 COUNTED = (
     "commit_exists", "commits", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
     "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "reserve_exists",
+    "reserve_in_progress", "uploads_expired",
 )  # fmt: skip
 
 log = logging.getLogger("kvstored.store")
@@ -41,7 +42,7 @@ class State:
         self.plane = plane
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.open_packs = OpenPacks(plane, catalog, min(IDLE_PACKS_MAX, descriptors // 4))
-        self.uploads = Uploads(plane, catalog, config.nvme_bytes, config.pack_tokens, config.extent_blocks)
+        self.uploads = Uploads(plane, catalog, config)
         self.registry = Registry(config.sessions_max, config.slots_max, WORKERS_MAX)
         self.draining = threading.Event()
         self._tenant_keys: dict[str, bytes] = {}

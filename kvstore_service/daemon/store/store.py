@@ -10,6 +10,7 @@ from kvstore_service.daemon.store.prefixes import Prefixes
 from kvstore_service.daemon.store.sessions import Sessions
 from kvstore_service.daemon.store.slots import Slots
 from kvstore_service.daemon.store.state import State
+from kvstore_service.daemon.store.upkeep import Upkeep
 from kvstore_service.daemon.store.workers import Workers
 
 
@@ -25,9 +26,11 @@ class Store:
         self.packs = Packs(state, self.sessions)
         self.indexes = Indexes(state)
         self.operation = Operation(state)
+        self._upkeep = Upkeep([self.packs.expire])
 
     def close(self) -> None:
         """Releases every worker; what was committed stays."""
+        self._upkeep.close()
         for worker in self.state.registry.workers():
             self.workers.release(worker)
         self.state.uploads.close()

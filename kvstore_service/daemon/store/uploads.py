@@ -4,13 +4,15 @@ import hashlib
 import hmac
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore_service.daemon import native
+from kvstore_service.daemon.config import Config
 from kvstore_service.daemon.disk.catalog import Catalog, remove_file, sync_directory
 from kvstore_service.daemon.store.registry import Session, Worker
 from kvstore_service.shared.types import (
@@ -28,7 +30,11 @@ from kvstore_service.shared.types import (
     Violation,
 )
 
-UPLOADS_MAX = 2048
+UPLOADS_MAX = 4096
+UPLOADS_PER_USER = 2048
+UPLOADS_PER_WORKER = 1024
+SHARE_PER_USER = 0.75  # of nvme_bytes, in uploads at a time
+RETRY_S = 0.1  # when to ask again for a pack that another worker is writing
 _FINISH_THREADS = 4
 
 
@@ -37,21 +43,41 @@ class Upload:
     upload_id: int
     worker: Worker
     row: PackRow
+    opened_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class DescribedUpload:
+    """`missing`: segments that no STORE has filled yet; `idle_s`: since its worker made progress with any upload."""
+
+    upload: Upload
+    missing: int
+    idle_s: float
+
+
+@dataclass
+class _Progress:
+    """Of a worker: how its uploads looked when they last changed, and when that was."""
+
+    looks: tuple[tuple[int, int], ...] = ()
+    at_s: float = field(default_factory=time.monotonic)
 
 
 class Uploads:
     """Callers hold the worker's lock; tables that workers share have their own."""
 
-    def __init__(
-        self, plane: native.DataPlane, catalog: Catalog, nvme_bytes: int, pack_tokens: int, extent_blocks: int
-    ) -> None:
+    def __init__(self, plane: native.DataPlane, catalog: Catalog, config: Config) -> None:
         self._plane = plane
         self._catalog = catalog
-        self._nvme_bytes = nvme_bytes
-        self._pack_tokens = pack_tokens
-        self._extent_blocks = extent_blocks
+        self._nvme_bytes = config.nvme_bytes
+        self._pack_tokens = config.pack_tokens
+        self._extent_blocks = config.extent_blocks
+        self._stall_s = config.upload_stall_s
+        self._ttl_s = config.upload_ttl_s
         self._lock = threading.Lock()
         self._uploads: dict[int, Upload] = {}
+        self._claims: dict[bytes, Worker] = {}  # who writes a pack first, by id
+        self._progress: dict[Worker, _Progress] = {}
         self._promised_bytes = 0
         self._finishers = ThreadPoolExecutor(_FINISH_THREADS, thread_name_prefix="finish")
 
@@ -59,29 +85,126 @@ class Uploads:
         self._finishers.shutdown()
 
     def reserve(
-        self, session: Session, reservations: Sequence[PackReservation], tenant_key: bytes
+        self, session: Session, reservations: Sequence[PackReservation], tenant_key: bytes, compete: bool = False
     ) -> list[ReservedPack]:
-        """All of the chain or nothing. RESOURCE_EXHAUSTED before `nvme_bytes` would be exceeded."""
+        """All of the chain or nothing. RESOURCE_EXHAUSTED before `nvme_bytes` would be exceeded.
+
+        What another worker is writing gets no upload, unless `compete`."""
         rows = self._rows(session, reservations, tenant_key)
-        winners = [self._served(row.ref.pack_id) for row in rows]
-        wanted = [row for row, winner in zip(rows, winners, strict=True) if winner is None]
-        self.promise(sum(row.file_bytes for row in wanted))
+        names = [row.ref.pack_id for row in rows]
+        elsewhere = self._claim(session.worker, names, compete)
+        winners = {name: self._served(name) for name in names}
+        wanted = [row for row in rows if winners[row.ref.pack_id] is None and row.ref.pack_id not in elsewhere]
+        self._disclaim(session.worker, [name for name in names if winners[name] is not None])
         created: list[Upload] = []
         try:
-            with self._lock:
-                if len(self._uploads) + len(wanted) > UPLOADS_MAX:
-                    raise _full("uploads", f"at most {UPLOADS_MAX} uploads")
-            for row in wanted:
-                created.append(self._create(session.worker, row))
+            self._check_share(session.worker, wanted)
+            self.promise(sum(row.file_bytes for row in wanted))
+            try:
+                for row in wanted:
+                    created.append(self._create(session.worker, row))
+            except BaseException:
+                self.unpromise(sum(row.file_bytes for row in wanted[len(created) :]))
+                raise
         except BaseException:
             self._discard(created)
-            self.unpromise(sum(row.file_bytes for row in wanted[len(created) :]))
+            self._disclaim(session.worker, [row.ref.pack_id for row in wanted])
             raise
-        fresh = iter(created)
-        return [
-            ReservedPack(winner.ref, None) if winner else ReservedPack(row.ref, next(fresh).upload_id)
-            for row, winner in zip(rows, winners, strict=True)
-        ]
+        uploads = {upload.row.ref.pack_id: upload.upload_id for upload in created}
+
+        def reserved(row: PackRow) -> ReservedPack:
+            name = row.ref.pack_id
+            if (winner := winners[name]) is not None:
+                return ReservedPack(winner.ref, None)
+            return ReservedPack(row.ref, uploads.get(name), RETRY_S if name in elsewhere else None)
+
+        return [reserved(row) for row in rows]
+
+    def _claim(self, worker: Worker, names: Sequence[bytes], compete: bool) -> set[bytes]:
+        """From here on the other packs are this worker's to write. Returns those that another worker is writing."""
+        with self._lock:
+            owners = {} if compete else {name: self._claims[name] for name in names if name in self._claims}
+            elsewhere = {
+                name for name, owner in owners.items()
+                if owner is not worker and not owner.gone and self._idle_s(owner) < self._stall_s
+            }  # fmt: skip
+            self._claims.update((name, worker) for name in names if name not in elsewhere)
+            self._progress.setdefault(worker, _Progress())
+        return elsewhere
+
+    def _disclaim(self, worker: Worker, names: Iterable[bytes]) -> None:
+        """What this worker is not writing any more is the next one's that asks."""
+        with self._lock:
+            for name in names:
+                if self._claims.get(name) is worker:
+                    del self._claims[name]
+
+    def _idle_s(self, worker: Worker) -> float:
+        progress = self._progress.get(worker)
+        return 0.0 if progress is None else time.monotonic() - progress.at_s
+
+    def _check_share(self, worker: Worker, wanted: Sequence[PackRow]) -> None:
+        """RESOURCE_EXHAUSTED where one worker or user would have too much of the store in uploads."""
+        with self._lock:
+            mine = [upload for upload in self._uploads.values() if upload.worker.uid == worker.uid]
+            own = sum(upload.worker is worker for upload in mine)
+            for count, limit, subject in (
+                (own, UPLOADS_PER_WORKER, "uploads of a worker"),
+                (len(mine), UPLOADS_PER_USER, "uploads of a user"),
+                (len(self._uploads), UPLOADS_MAX, "uploads"),
+            ):
+                if count + len(wanted) > limit:
+                    raise full(subject, f"{count} are open and {len(wanted)} more are asked for; at most {limit}")
+            open_bytes, more_bytes = (sum(item.file_bytes for item in rows) for rows in ([u.row for u in mine], wanted))
+            if open_bytes and open_bytes + more_bytes > SHARE_PER_USER * self._nvme_bytes:
+                most = int(SHARE_PER_USER * self._nvme_bytes)
+                raise full(
+                    "uploads",
+                    f"{open_bytes} B are in open uploads of this user, at most {most} B may be; commit or abort them",
+                )
+
+    def sweep(self) -> int:
+        """Looks at every worker's progress and aborts the uploads of those that have made none for `ttl_s`. Returns
+        how many."""
+        with self._lock:
+            by_worker: dict[Worker, list[Upload]] = {}
+            for upload in self._uploads.values():
+                by_worker.setdefault(upload.worker, []).append(upload)
+            self._progress = {worker: self._progress.get(worker, _Progress()) for worker in by_worker}
+        expired = 0
+        for worker, uploads in by_worker.items():
+            looks = tuple((upload.upload_id, self._missing(upload)) for upload in uploads)
+            with self._lock:
+                progress = self._progress.setdefault(worker, _Progress())
+                if looks != progress.looks:
+                    progress.looks, progress.at_s = looks, time.monotonic()
+                idle_s = time.monotonic() - progress.at_s
+            # A worker whose lock is held is in a call of its own, such as a commit: that is progress.
+            if idle_s > self._ttl_s and worker.lock.acquire(blocking=False):
+                try:
+                    expired += len(uploads)
+                    self._discard([self._uploads[u.upload_id] for u in uploads if u.upload_id in self._uploads])
+                finally:
+                    worker.lock.release()
+        return expired
+
+    def _missing(self, upload: Upload) -> int:
+        try:
+            with native.errors():
+                return self._plane.upload_missing(upload.upload_id)
+        except StoreError:
+            return 0  # it has just ended
+
+    def described(self) -> list[DescribedUpload]:
+        """Every open upload, the oldest first."""
+        with self._lock:
+            found = [(upload, self._idle_s(upload.worker)) for upload in self._uploads.values()]
+        return [DescribedUpload(upload, self._missing(upload), idle_s) for upload, idle_s in found]
+
+    def writer(self, name: bytes) -> Worker | None:
+        """Who is writing a pack."""
+        with self._lock:
+            return self._claims.get(name)
 
     def commit(self, worker: Worker, upload_ids: Sequence[int]) -> list[CommittedPack]:
         """Finishes each upload, syncs the directory once and writes all rows in one transaction.
@@ -149,6 +272,7 @@ class Uploads:
         """After the data plane has dropped the worker, and its uploads' files with it."""
         with self._lock:
             lost = [upload for upload in self._uploads.values() if upload.worker is worker]
+            self._progress.pop(worker, None)
         for upload in lost:
             self._settle(upload, won=False)
 
@@ -157,7 +281,7 @@ class Uploads:
         _, _, held_bytes = self._catalog.totals()
         with self._lock:
             if held_bytes + self._promised_bytes + wanted_bytes > self._nvme_bytes:
-                raise _full(
+                raise full(
                     "nvme_bytes",
                     f"{held_bytes} B stored and {self._promised_bytes} B reserved of {self._nvme_bytes} B; "
                     f"{wanted_bytes} B more do not fit",
@@ -205,10 +329,10 @@ class Uploads:
         row = rows.get(name) or self._served(name)
         if row is None:
             with self._lock:
-                own = [u.row for u in self._uploads.values() if u.worker is worker and u.row.ref.pack_id == name]
-            row = own[0] if own else None
+                open_rows = (u.row for u in self._uploads.values() if u.row.ref.pack_id == name)
+                row = next(open_rows, None)
         if row is None or row.tenant != worker.tenant:
-            raise StoreError("NOT_FOUND", f"parent {name.hex()} is neither stored nor being written by this worker")
+            raise StoreError("NOT_FOUND", f"parent {name.hex()} is neither stored nor being written")
         return row.ref.end
 
     def _served(self, name: bytes) -> PackRow | None:
@@ -264,6 +388,7 @@ class Uploads:
             if self._uploads.pop(upload.upload_id, None) is None:
                 return
             self._promised_bytes -= upload.row.file_bytes
+        self._disclaim(upload.worker, [upload.row.ref.pack_id])
         if not won:
             remove_file(self._path(upload.row))
 
@@ -303,7 +428,7 @@ def _orphaned(parent: bytes) -> StoreError:
     return StoreError("FAILED_PRECONDITION", f"parent {parent.hex()} is not stored; commit it before or with this one")
 
 
-def _full(subject: str, description: str) -> StoreError:
+def full(subject: str, description: str) -> StoreError:
     return StoreError(
         "RESOURCE_EXHAUSTED", description, retry_after_s=5.0, violations=[Violation(subject, description)]
     )

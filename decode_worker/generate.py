@@ -22,6 +22,7 @@ from kvstore_service.shared.types import format_size
 
 # More than any context holds; a device or a disk image is not read to its end.
 PROMPT_BYTES_MAX = 256 << 20
+ANSWER_MARGIN_MS = 700  # beyond wait_ms, for a daemon that is alive but busy
 
 
 def run(config: WorkerConfig, prompt_file: Path, new_tokens: int, sampling: Sampling, private: bool) -> int:
@@ -58,13 +59,17 @@ def _encode(config: WorkerConfig, prompt_file: Path, new_tokens: int) -> list[in
 
 
 def _require_daemon(config: WorkerConfig) -> None:
+    answer_s = (config.wait_ms + ANSWER_MARGIN_MS) / 1000
+    fix = "start one (kvstored), name its --socket and --broker, or give --private"
     try:
-        with StoreClient.connect(str(config.socket), str(config.broker), config.name) as client:
+        with StoreClient.connect(str(config.socket), str(config.broker), config.name, answer_s) as client:
             client.require_serving()
     except StoreError as error:
+        if error.code == "DEADLINE_EXCEEDED":
+            silent = f"the daemon at {config.socket} has not answered for {config.wait_ms} ms"
+            raise StoreError(error.code, f"{silent}: it is stopped or overloaded; see its log, or {fix}") from error
         if error.code != "UNAVAILABLE":
             raise
-        fix = "start one (kvstored), name its --socket and --broker, or give --private"
         raise StoreError(error.code, f"{error.message}; {fix}") from error
 
 

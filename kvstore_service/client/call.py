@@ -18,14 +18,18 @@ from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.shared.types import StoreError, Violation
 
 COMMIT_TIMEOUT_S = 120.0
+ALIVE_S = 0.1
 
 
 class Client:
     """Thread-safe. What it holds in the daemon lives until `close`."""
 
-    def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, socket: str, broker: str, name: str, timeout_s: float, broker_timeout_s: float | None = None
+    ) -> None:
         self._timeout_s = timeout_s
-        self._connection = BrokerConnection(broker, name, timeout_s)
+        self._alive: Callable[[], None] | None = None
+        self._connection = BrokerConnection(broker, name, broker_timeout_s or timeout_s)
         # A connection of its own: a shared one may still be backing off from a daemon that was gone.
         options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
@@ -40,6 +44,15 @@ class Client:
         answer = self._call(health_pb2_grpc.HealthStub(self._channel).Check, request)
         if answer.status != health_pb2.HealthCheckResponse.SERVING:
             raise StoreError("UNAVAILABLE", "the daemon is draining")
+
+    def watch(self, alive: Callable[[], None]) -> None:
+        """Asks `alive` before and, ten times a second, during every later call: what it raises ends the call."""
+        self._alive = alive
+
+    @property
+    def gone(self) -> bool:
+        """Whether the daemon that this client joined has ended, or has ended the connection."""
+        return self._connection.ended
 
     @property
     def closed(self) -> bool:
@@ -63,7 +76,7 @@ class Client:
     def _metadata(self, request_id: str) -> tuple[tuple[str, str], ...]:
         return (("kvstore-token", self._connection.token), ("kvstore-request-id", request_id))
 
-    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None = None) -> Any:
+    def _call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
         """One call with a deadline. Mutations carry a fresh idempotency key."""
         request_id = secrets.token_hex(8)
         with self._count_lock:
@@ -71,7 +84,11 @@ class Client:
         if "idempotency_key" in request.DESCRIPTOR.fields_by_name:
             request.idempotency_key = secrets.token_hex(16)
         with self._typed_errors(request_id):
-            return method(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata(request_id))
+            deadline_s, metadata = timeout_s or self._timeout_s, self._metadata(request_id)
+            if self._alive is None:
+                return method(request, timeout=deadline_s, metadata=metadata)
+            self._alive()
+            return _watched(method.future(request, timeout=deadline_s, metadata=metadata), self._alive)
 
     @contextlib.contextmanager
     def _typed_errors(self, request_id: str) -> Iterator[None]:
@@ -81,6 +98,18 @@ class Client:
             yield
         except grpc.RpcError as error:
             raise _store_error(error, request_id) from error
+
+
+def _watched(call: Any, alive: Callable[[], None]) -> Any:
+    try:
+        while True:
+            try:
+                return call.result(timeout=ALIVE_S)
+            except grpc.FutureTimeoutError:
+                alive()
+    except BaseException:
+        call.cancel()
+        raise
 
 
 _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()

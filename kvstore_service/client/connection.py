@@ -44,6 +44,16 @@ class BrokerConnection:
             answer, _ = self._exchange({"verb": "offer"}, [offered.fd])
         return str(answer["transfer"])
 
+    @property
+    def ended(self) -> bool:
+        """Whether the daemon's end of the connection is closed."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         self._socket.close()
 

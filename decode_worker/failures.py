@@ -53,7 +53,7 @@ def explained(error: StoreError | _native.RingError, config: WorkerConfig, clien
             f"{daemon} takes no new work ({error.message}): repeat the command when it serves again",
             error.retry_after_s,
         )
-    if isinstance(error, StoreError) and client is None:
+    if isinstance(error, StoreError) and error.code == "UNAVAILABLE" and client is None:
         return error
     return StoreError(
         "UNAVAILABLE",

@@ -19,6 +19,7 @@ from decode_worker.engine.session import Session
 from decode_worker.failures import explained
 from decode_worker.model.sampling import Sampler, Sampling
 from decode_worker.model.tokenizer import TextStream
+from decode_worker.model.transformer import Transformer
 from kvstore_service.client import AdminClient, StoreError
 
 PREFILL_THREADS = len(os.sched_getaffinity(0))
@@ -61,10 +62,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         # A decode step's products are small: more threads than the kernels get only take cores from the daemon.
         torch.set_num_threads(config.threads)
-        try:
-            self._engine = Engine(config)
-        except StoreError as error:
-            raise explained(error, config, None) from error
+        self._engine = _joined(config, None)
         self._admin: AdminClient | None = None
         self._may_administer = True
         self._footprint: Footprint | None = None
@@ -82,7 +80,7 @@ class Worker:
         config, model = self._engine.config, self._engine.model
         self._engine.close()
         self._footprint = None
-        self._engine = Engine(replace(config, **changes), model)
+        self._engine = _joined(replace(config, **changes), model)
 
     def text_stream(self) -> TextStream:
         """Turns generated token ids into text as they come."""
@@ -230,6 +228,13 @@ class Worker:
             self._may_administer = False
             return None, None
         return status.counters["nvme_read_bytes"], _proc_read_bytes(status.pid)
+
+
+def _joined(config: WorkerConfig, model: Transformer | None) -> Engine:
+    try:
+        return Engine(config, model)
+    except StoreError as error:
+        raise explained(error, config, None) from error
 
 
 @contextlib.contextmanager

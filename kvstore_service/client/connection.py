@@ -1,6 +1,7 @@
 """The worker's end of the fd broker. The connection's life is the worker's life in the daemon."""
 
 import json
+import select
 import socket
 import threading
 from collections.abc import Sequence
@@ -46,13 +47,12 @@ class BrokerConnection:
 
     @property
     def ended(self) -> bool:
-        """Whether the daemon's end of the connection is closed."""
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except (BlockingIOError, TimeoutError):
-            return False
-        except OSError:
+        """Whether either end of the connection is closed."""
+        if self._socket.fileno() < 0:
             return True
+        hangup = select.poll()
+        hangup.register(self._socket, select.POLLRDHUP)
+        return bool(hangup.poll(0))
 
     def close(self) -> None:
         self._socket.close()

@@ -30,8 +30,13 @@ from kvstore_service.client import (
 OTHERS_WAIT_S = 120.0
 
 
-class Overtaken(RuntimeError):
-    """What another worker was writing has to be written here after all: compute it again."""
+class LeftAlone(RuntimeError):
+    """What was left to another worker has to be written here after all, by computing it again: that worker gave it up,
+    or (`compete`) is too slow."""
+
+    def __init__(self, packs: int, compete: bool) -> None:
+        super().__init__(f"another worker {'is too slow with' if compete else 'gave up'} {packs} packs of this prompt")
+        self.compete = compete
 
 
 @dataclass
@@ -147,7 +152,7 @@ class PackWriter:
     def commit(self, session_id: str, drafts: Sequence[PackDraft]) -> list[IndexedPack]:
         """Makes the drafts durable; a pack that another writer committed first is taken from the store.
 
-        Raises Overtaken if another worker gave up a pack that this one has left to it."""
+        LeftAlone if another worker does not commit a pack that this one has left to it."""
         self._await_others(session_id, drafts)
         mine = [d.reserved.upload_id for d in drafts if d.reserved.upload_id is not None]
         committed = iter(self._client.commit_pack(session_id, mine) if mine else [])
@@ -167,7 +172,7 @@ class PackWriter:
         while theirs := [draft for draft in drafts if draft.reserved.retry_after_s is not None]:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise Overtaken(f"another worker has not committed {len(theirs)} packs within {OTHERS_WAIT_S:.0f} s")
+                raise LeftAlone(len(theirs), compete=True)
             time.sleep(min(remaining_s, *(draft.reserved.retry_after_s or 0 for draft in theirs)))
             parents = dict(zip(map(id, drafts[1:]), (d.reserved.pack.pack_id for d in drafts), strict=False))
             again = [replace(d.reservation, parent=parents.get(id(d), d.reservation.parent)) for d in theirs]
@@ -175,7 +180,7 @@ class PackWriter:
                 draft.reserved = answer
             given_up = [draft for draft in theirs if draft.reserved.upload_id is not None]
             if given_up:
-                raise Overtaken(f"another worker gave up {len(given_up)} packs of this prompt")
+                raise LeftAlone(len(given_up), compete=False)
 
     def seal(self, session_id: str, draft: PackDraft) -> IndexedPack:
         """Commits a draft of the session's oldest tail tokens and appends it to the bound session."""

@@ -21,7 +21,7 @@ from decode_worker.failures import clean_up, prefix_changed, refused_for_now
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.model.transformer import Transformer
-from decode_worker.pack_writer import Overtaken, PackWriter
+from decode_worker.pack_writer import LeftAlone, PackWriter
 from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.base import make_policy
 from decode_worker.profile import Profile
@@ -127,9 +127,9 @@ class Engine:
                 break
             except BaseException as error:
                 self._abandon(session, error)
-                compete = isinstance(error, Overtaken)
-                if attempt == ATTEMPTS or not (compete or prefix_changed(error)):
+                if attempt == ATTEMPTS or not (isinstance(error, LeftAlone) or prefix_changed(error)):
                     raise
+                compete = isinstance(error, LeftAlone) and error.compete
         self._shrink()
         return session, logits
 

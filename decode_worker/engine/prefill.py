@@ -50,7 +50,7 @@ class Prefill:
     ) -> Prefilled:
         """Computes all of `ids` (at least one) and commits the packs that the store does not have yet.
 
-        What another worker is writing is left to it, unless `compete`; Overtaken if that worker does not commit it."""
+        What another worker is writing is left to it, unless `compete`; LeftAlone if that worker does not commit it."""
         wanted = reservations(ids, self._pack_tokens)
         drafts = self._writer.reserve(session_id, wanted, compete)
         try:

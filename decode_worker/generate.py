@@ -22,7 +22,6 @@ from kvstore_service.shared.types import format_size
 
 # More than any context holds; a device or a disk image is not read to its end.
 PROMPT_BYTES_MAX = 256 << 20
-ANSWER_MARGIN_MS = 700  # beyond wait_ms, for a daemon that is alive but busy
 
 
 def run(config: WorkerConfig, prompt_file: Path, new_tokens: int, sampling: Sampling, private: bool) -> int:
@@ -59,10 +58,9 @@ def _encode(config: WorkerConfig, prompt_file: Path, new_tokens: int) -> list[in
 
 
 def _require_daemon(config: WorkerConfig) -> None:
-    answer_s = (config.wait_ms + ANSWER_MARGIN_MS) / 1000
     fix = "start one (kvstored), name its --socket and --broker, or give --private"
     try:
-        with StoreClient.connect(str(config.socket), str(config.broker), config.name, answer_s) as client:
+        with StoreClient.connect(str(config.socket), str(config.broker), config.name, config.answer_s) as client:
             client.require_serving()
     except StoreError as error:
         if error.code == "DEADLINE_EXCEEDED":

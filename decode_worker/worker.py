@@ -219,7 +219,7 @@ class Worker:
         if not self._may_administer:
             return None, None
         config = self._engine.config
-        self._admin = self._admin or AdminClient.connect(str(config.socket), str(config.broker))
+        self._admin = self._admin or AdminClient.connect(str(config.socket), str(config.broker), config.answer_s)
         try:
             status = self._admin.get_status()
         except StoreError as error:

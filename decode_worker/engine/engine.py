@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.computing import computing
 from decode_worker.engine.pack_reader import PackReader
 from decode_worker.engine.prefill import Prefill, Prefilled, Progress
-from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates, token_digest
+from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates
+from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
-from decode_worker.failures import clean_up, prefix_changed, refused_for_now
+from decode_worker.failures import clean_up, prefix_changed
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.model.transformer import Transformer
@@ -29,20 +28,16 @@ from decode_worker.records import STORAGE_DTYPES, RecordFormat
 from decode_worker.retrieval.base import make_retriever
 from decode_worker.transport import Transport
 from kvstore_service.client import (
-    NO_PARENT,
     KindSpec,
     Layout,
     PackRef,
-    PackReservation,
     RingGeometry,
     StoreClient,
     StoreError,
 )
 
 LAYOUT_VERSION = 1
-BROKER_MARGIN_S = 0.7  # beyond wait_ms, for a daemon that is alive but busy
 ATTEMPTS = 4  # at a prefix that changes, or is damaged, while it is taken
-SEAL_RETRY_S = 1.0
 BULK_TICKETS = 8
 BULK_RUNS_MAX = 4096
 BULK_PAIRS_MAX = 1 << 16
@@ -76,9 +71,8 @@ class Engine:
         self._free_slots = list(range(config.slots))[::-1]
         with contextlib.ExitStack() as stack:
             self.client = StoreClient.connect(
-                str(config.socket), str(config.broker), config.name,
-                broker_timeout_s=config.wait_ms / 1000 + BROKER_MARGIN_S,
-            )  # fmt: skip
+                str(config.socket), str(config.broker), config.name, broker_timeout_s=config.answer_s
+            )
             stack.callback(self.client.close)
             self.transport = self._connect_rings()
             stack.callback(self.transport.close)
@@ -89,6 +83,10 @@ class Engine:
             clustered=config.order == "clustered",
         )  # fmt: skip
         self._prefill = Prefill(self.model, self._writer, self.transport.pack_tokens, self.transport.require_daemon)
+        self._sealer = Sealer(
+            self.records, self.policy, self.transport, self._writer, self.catalogue,
+            computing=self._computing, slot_bytes=self.slot_bytes,
+        )  # fmt: skip
         self.loop = DecodeLoop(
             self.model, self.records, self.policy, self.transport,
             speculative=config.query == "speculative", stale_fails=config.stale == "fail", threads=config.threads,
@@ -126,7 +124,7 @@ class Engine:
                 logits = self._prefill_into(session, ids, progress, compete)
                 break
             except BaseException as error:
-                self._abandon(session, error)
+                self.give_up(session, error)
                 if attempt == ATTEMPTS or not (isinstance(error, LeftAlone) or prefix_changed(error)):
                     raise
                 compete = isinstance(error, LeftAlone) and error.compete
@@ -158,7 +156,7 @@ class Engine:
                 self._attach_to(session, ids)
                 break
             except BaseException as error:
-                self._abandon(session, error)
+                self.give_up(session, error)
                 if attempt == ATTEMPTS or not prefix_changed(error):
                     raise
         return session, list(ids[session.stored :])
@@ -218,7 +216,7 @@ class Engine:
                 "RESOURCE_EXHAUSTED", f"a session has reached context={self.config.context} tokens: raise it"
             )
         for session in sessions:
-            self._seal_if_due(session)
+            self._sealer.seal_if_due(session)
         try:
             logits = self.loop.step([session.slot for session in sessions], tokens, positions)
         except StoreError as error:
@@ -237,8 +235,15 @@ class Engine:
         self._release(session.slot)
 
     def give_up(self, session: Session, error: BaseException) -> None:
-        """Closes a session after `error`, as far as the store lets it."""
-        self._abandon(session, error)
+        """Closes a session after `error`, which matters more than another one from the clean-up.
+
+        A slot that the store may still write to is not used again."""
+        session.damaged |= isinstance(error, StoreError) and error.code == "DATA_LOSS"
+        if isinstance(error, Exception):
+            self._survey(session)
+        self.policy.unbind(session.slot)
+        if clean_up(error, self.client.close_session, session.session_id):
+            self._release(session.slot)
 
     def index_bytes(self, session: Session) -> int:
         """Of the session's packs: index and record -> token maps."""
@@ -247,7 +252,7 @@ class Engine:
     def close(self) -> None:
         self._resources.close()
 
-    # --- binding and sealing ---
+    # --- binding ---
 
     def _open(self, growth: int = 0) -> Session:
         if not self._free_slots:
@@ -277,65 +282,6 @@ class Engine:
         queries = [query.float().numpy() for query in prefilled.last_query]
         self.transport.run(self.policy.first_sets(session.slot, queries, BULK_RUNS_MAX, BULK_PAIRS_MAX))
         self.policy.commit_first_sets(session.slot)
-
-    def _seal_if_due(self, session: Session) -> None:
-        if not self.policy.wants_seal(session.slot, session.position - 1):
-            return
-        room = self.policy.room(session.slot, session.position)
-        if room > 0 and time.monotonic() < session.seal_after_s:
-            return
-        try:
-            self._seal(session)
-        except StoreError as error:
-            if not refused_for_now(error):
-                raise
-            if room <= 0:
-                reason = f"the session's tail is full and the store does not take it: {error.message}"
-                raise StoreError(error.code, reason, error.retry_after_s, error.violations) from error
-            session.seal_after_s = time.monotonic() + (error.retry_after_s or SEAL_RETRY_S)
-
-    def _seal(self, session: Session) -> None:
-        """Moves the session's oldest 256 tail tokens into a durable pack, read from the window that holds them."""
-        first = session.stored
-        ids = session.tokens[first : first + HASH_BLOCK_TOKENS]
-        parent = session.packs[-1].ref.pack_id if session.packs else NO_PARENT
-        reservation = PackReservation(first, len(ids), token_digest(ids, self._computing), parent)
-        (draft,) = self._writer.reserve(session.session_id, [reservation], compete=True)
-        try:
-            for layer in range(self.model.config.layers):
-                keys, values = self._tail(session, layer, np.arange(first, first + len(ids)))
-                self._writer.store(draft, layer, keys, values, torch.zeros(keys.shape[1], len(ids)))
-            self._writer.flush()
-            pack = self._writer.seal(session.session_id, draft)
-        except BaseException as error:
-            self._writer.abort([draft], error)
-            raise
-        session.packs.append(pack)
-        self.policy.extend(session.slot, pack)
-        if draft.known is None:
-            self.catalogue.publish([pack])
-
-    def _tail(self, session: Session, layer: int, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V [n, H, d] of tokens that no pack holds yet, from their places in the window."""
-        geometry, settings = session.geometry, self.policy.settings
-        records = []
-        for head in range(self.records.kv_heads):
-            resident = settings.resident[layer, head]
-            places = tokens if resident else geometry.first_tail + tokens % settings.tail
-            offset = session.slot * self.slot_bytes + int(geometry.offsets[layer, head])
-            lane = self.transport.window[offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes]
-            records.append(lane.reshape(-1, geometry.record_bytes)[places])
-        return self.records.unpack(np.stack(records, axis=1))
-
-    def _abandon(self, session: Session, error: BaseException) -> None:
-        """Best effort after a failure: the error under way matters more than another one from the clean-up.
-
-        A slot that the store may still write to is not used again."""
-        session.damaged |= isinstance(error, StoreError) and error.code == "DATA_LOSS"
-        self._survey(session)
-        self.policy.unbind(session.slot)
-        if clean_up(error, self.client.close_session, session.session_id):
-            self._release(session.slot)
 
     def _survey(self, session: Session) -> None:
         """Where one block is damaged others may be: all are read once, so that all are out of service together."""

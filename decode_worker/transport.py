@@ -74,10 +74,10 @@ class Transport:
             raise _native.RingPoisoned("the store missed a deadline: this worker is finished, make a new one")
 
     def require_daemon(self) -> None:
-        """StoreError UNAVAILABLE once a ring is poisoned or the daemon's heartbeat in it is older than any wait."""
+        """StoreError (DEADLINE_EXCEEDED) once a ring is poisoned, or the daemon's heartbeat is older than any wait."""
         silence_ns = time.monotonic_ns() - self.bulk.heartbeat_ns()
         if self.decode.poisoned or self.bulk.poisoned or silence_ns > self.wait_us * 1000 + BEAT_MARGIN_NS:
-            raise StoreError("UNAVAILABLE", "the store does not answer: this worker is finished, make a new one")
+            raise StoreError("DEADLINE_EXCEEDED", "the store does not answer: this worker is finished, make a new one")
 
     def run(self, tickets: Iterable[Ticket]) -> None:
         """Posts bulk tickets as credit allows and returns when all are done. Raises StoreError on the first failed

@@ -51,7 +51,7 @@ class Client:
 
     @property
     def gone(self) -> bool:
-        """Whether the daemon that this client joined has ended, or has ended the connection."""
+        """Whether the daemon has ended this client's connection, and freed what it held. Costs no call."""
         return self._connection.ended
 
     @property
@@ -84,11 +84,15 @@ class Client:
         if "idempotency_key" in request.DESCRIPTOR.fields_by_name:
             request.idempotency_key = secrets.token_hex(16)
         with self._typed_errors(request_id):
-            deadline_s, metadata = timeout_s or self._timeout_s, self._metadata(request_id)
-            if self._alive is None:
-                return method(request, timeout=deadline_s, metadata=metadata)
-            self._alive()
-            return _watched(method.future(request, timeout=deadline_s, metadata=metadata), self._alive)
+            return self._made(method, request, timeout_s or self._timeout_s, request_id)
+
+    def _made(self, method: Any, request: Any, timeout_s: float, request_id: str) -> Any:
+        """One call, watched if somebody watches the daemon."""
+        metadata = self._metadata(request_id)
+        if self._alive is None:
+            return method(request, timeout=timeout_s, metadata=metadata)
+        self._alive()
+        return _watched(method.future(request, timeout=timeout_s, metadata=metadata), self._alive)
 
     @contextlib.contextmanager
     def _typed_errors(self, request_id: str) -> Iterator[None]:

@@ -47,12 +47,12 @@ class BrokerConnection:
 
     @property
     def ended(self) -> bool:
-        """Whether either end of the connection is closed."""
+        """Whether the daemon has closed the connection, or this end did."""
         if self._socket.fileno() < 0:
             return True
-        hangup = select.poll()
-        hangup.register(self._socket, select.POLLRDHUP)
-        return bool(hangup.poll(0))
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         self._socket.close()

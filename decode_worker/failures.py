@@ -50,7 +50,7 @@ def explained(error: StoreError | _native.RingError, config: WorkerConfig, clien
     if isinstance(error, StoreError) and refused_for_now(error):
         return StoreError(
             "UNAVAILABLE",
-            f"{daemon} takes no new work ({error.message}): repeat the command when it serves again",
+            f"{daemon} does not take this now ({error.message}): repeat the command when it serves again",
             error.retry_after_s,
         )
     if isinstance(error, StoreError) and error.code == "UNAVAILABLE" and client is None:

@@ -27,6 +27,7 @@ FAULT_NAMES = {
     15: "DATA_LOSS",
 }
 DATA_LOSS = 15
+LATE_RETRY_S = 1.0  # after runs whose disk reads or writes were too slow
 BEAT_MARGIN_NS = 500_000_000  # a beat comes every 50 ms, but a loaded machine may delay it
 
 
@@ -133,7 +134,8 @@ def raise_for_status(statuses: NDArray[np.uint32]) -> None:
     status, fault = max((int(s), int(f)) for s, f in failed)
     worst = DATA_LOSS if DATA_LOSS in failed[:, 1] else fault
     name = FAULT_NAMES.get(worst, "ABORTED" if status == _native.STATUS_STALE else "INTERNAL")
-    raise StoreError(name, f"{len(failed)} of {len(statuses)} transfers failed in the store ({name})")
+    retry_after_s = LATE_RETRY_S if name == "UNAVAILABLE" else None
+    raise StoreError(name, f"{len(failed)} of {len(statuses)} transfers failed in the store ({name})", retry_after_s)
 
 
 class StagingRing:

@@ -14,7 +14,7 @@ from decode_worker.config import KEYS as WORKER_KEYS
 from decode_worker.config import WorkerConfig
 from kvstore_service import kvctl
 from kvstore_service.daemon.config import KEYS as DAEMON_KEYS
-from kvstore_service.daemon.front.metrics import COUNTERS, GAUGES
+from kvstore_service.daemon.front.metrics import COUNTERS, GAUGES, HISTOGRAMS, LIMITS, OTHERS, PER_USER
 from kvstore_service.shared.settings import Key
 
 PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
@@ -49,6 +49,10 @@ def worker() -> str:
 def metrics() -> str:
     rows = [(f"`kvstore_{name}`", "gauge", text) for name, text in GAUGES.items()]
     rows += [(f"`kvstore_{name}_total`", "counter", text) for name, text in COUNTERS.items()]
+    rows += [(f"`kvstore_limit_{name}`", "gauge", f"limit {text}") for name, text in LIMITS.items()]
+    rows += [(f'`kvstore_{name}{{uid="N"}}`', "gauge", text) for name, text in PER_USER.items()]
+    rows += [(f'`kvstore_{name}{{class="NAME"}}`', "histogram", text) for name, text in HISTOGRAMS.items()]
+    rows += [(f"`{name if '*' in name else 'kvstore_' + name}`", "gauge", text) for name, text in OTHERS.items()]
     return table(("metric", "kind", "meaning"), rows)
 
 

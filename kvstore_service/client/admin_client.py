@@ -16,7 +16,7 @@ class AdminClient(Client):
     """An operator's view of the daemon; answers are messages of admin_service.proto."""
 
     def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
-        super().__init__(socket, broker, name, timeout_s)
+        super().__init__(socket, broker, name, timeout_s, operator=True)
         self._stub = admin_grpc.AdminServiceStub(self._channel)
 
     @classmethod
@@ -61,9 +61,11 @@ class AdminClient(Client):
             request = admin_pb.VerifyRequest(pack_ids=pack_ids)
             yield from self._stub.Verify(request, timeout=timeout_s, metadata=self._metadata(request_id))
 
-    def pin(self, pack_ids: Sequence[bytes]) -> None:
-        """Protects packs from eviction, durably; all or, if one is NOT_FOUND, none."""
-        self._call(self._stub.Pin, admin_pb.PinRequest(pack_ids=pack_ids))
+    def pin(self, pack_ids: Sequence[bytes], ttl_s: float = 0.0) -> None:
+        """Protects packs from eviction, durably, for `ttl_s` seconds or, with 0, until they are unpinned.
+
+        All or, if one is NOT_FOUND, none."""
+        self._call(self._stub.Pin, admin_pb.PinRequest(pack_ids=pack_ids, ttl_s=ttl_s))
 
     def unpin(self, pack_ids: Sequence[bytes]) -> None:
         self._call(self._stub.Unpin, admin_pb.UnpinRequest(pack_ids=pack_ids))

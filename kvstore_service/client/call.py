@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import random
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -19,17 +21,24 @@ from kvstore_service.shared.types import StoreError, Violation
 
 COMMIT_TIMEOUT_S = 120.0
 ALIVE_S = 0.1
+RECONNECT_S = 0.05
 
 
 class Client:
     """Thread-safe. What it holds in the daemon lives until `close`."""
 
     def __init__(
-        self, socket: str, broker: str, name: str, timeout_s: float, broker_timeout_s: float | None = None
+        self,
+        socket: str,
+        broker: str,
+        name: str,
+        timeout_s: float,
+        operator: bool = False,
+        broker_timeout_s: float | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._alive: Callable[[], None] | None = None
-        self._connection = BrokerConnection(broker, name, broker_timeout_s or timeout_s)
+        self._connection = BrokerConnection(broker, name, broker_timeout_s or timeout_s, operator)
         # A connection of its own: a shared one may still be backing off from a daemon that was gone.
         options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
@@ -38,21 +47,26 @@ class Client:
         self.rpc_count = 0
         _clients.add(self)
 
-    def require_serving(self) -> None:
-        """UNAVAILABLE unless the daemon answers and takes new work."""
+    @property
+    def draining(self) -> bool:
+        """Whether the daemon refuses new work; asks it. UNAVAILABLE if it does not answer."""
         request = health_pb2.HealthCheckRequest(service="")
         answer = self._call(health_pb2_grpc.HealthStub(self._channel).Check, request)
-        if answer.status != health_pb2.HealthCheckResponse.SERVING:
-            raise StoreError("UNAVAILABLE", "the daemon is draining")
-
-    def watch(self, alive: Callable[[], None]) -> None:
-        """Asks `alive` before and, ten times a second, during every later call: what it raises ends the call."""
-        self._alive = alive
+        return bool(answer.status != health_pb2.HealthCheckResponse.SERVING)
 
     @property
     def gone(self) -> bool:
         """Whether the daemon has ended this client's connection, and freed what it held. Costs no call."""
         return self._connection.ended
+
+    def require_serving(self) -> None:
+        """UNAVAILABLE unless the daemon answers and takes new work."""
+        if self.draining:
+            raise StoreError("UNAVAILABLE", "the daemon is draining", reason="DRAINING")
+
+    def watch(self, alive: Callable[[], None]) -> None:
+        """Asks `alive` before and, ten times a second, during every later call: what it raises ends the call."""
+        self._alive = alive
 
     @property
     def closed(self) -> bool:
@@ -77,14 +91,24 @@ class Client:
         return (("kvstore-token", self._connection.token), ("kvstore-request-id", request_id))
 
     def _call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
-        """One call with a deadline. Mutations carry a fresh idempotency key."""
+        """One call with a deadline. Within it the call is made again if the daemon was too busy to take it, or if the
+        connection broke and the daemon lives; a mutation's idempotency key sees to it that it is done once."""
         request_id = secrets.token_hex(8)
-        with self._count_lock:
-            self.rpc_count += 1
+        deadline_s = time.monotonic() + (timeout_s or self._timeout_s)
         if "idempotency_key" in request.DESCRIPTOR.fields_by_name:
             request.idempotency_key = secrets.token_hex(16)
-        with self._typed_errors(request_id):
-            return self._made(method, request, timeout_s or self._timeout_s, request_id)
+        while True:
+            with self._count_lock:
+                self.rpc_count += 1
+            try:
+                with self._typed_errors(request_id):
+                    left_s = max(0.0, deadline_s - time.monotonic())
+                    return self._made(method, request, left_s, request_id)
+            except StoreError as error:
+                wait_s = self._pause_s(error)
+                if wait_s is None or time.monotonic() + wait_s >= deadline_s:
+                    raise
+                time.sleep(wait_s)
 
     def _made(self, method: Any, request: Any, timeout_s: float, request_id: str) -> Any:
         """One call, watched if somebody watches the daemon."""
@@ -93,6 +117,13 @@ class Client:
             return method(request, timeout=timeout_s, metadata=metadata)
         self._alive()
         return _watched(method.future(request, timeout=timeout_s, metadata=metadata), self._alive)
+
+    def _pause_s(self, error: StoreError) -> float | None:
+        """How long to wait before the same call again; None if it would not help."""
+        if error.reason == "OVERLOADED" and error.retry_after_s is not None:
+            return error.retry_after_s * (1.0 + random.random())  # so that those who were refused together part
+        broken = error.code == "UNAVAILABLE" and error.reason == error.code
+        return RECONNECT_S if broken and not self.gone else None
 
     @contextlib.contextmanager
     def _typed_errors(self, request_id: str) -> Iterator[None]:
@@ -129,14 +160,18 @@ def _close_all() -> None:
 def _store_error(error: grpc.RpcError, request_id: str) -> StoreError:
     """gRPC's error with what google.rpc's details add to it."""
     retry_after_s: float | None = None
+    reason = ""
     violations: list[Violation] = []
     status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
     for detail in status.details if status is not None else ():
         quota, retry = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
+        info = error_details_pb2.ErrorInfo()
         if detail.Unpack(quota):
             violations.extend(Violation(item.subject, item.description) for item in quota.violations)
+        elif detail.Unpack(info):
+            reason = info.reason
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
     message = error.details() if isinstance(error, grpc.Call) else str(error)
-    return StoreError(code, message or code, retry_after_s, violations, request_id)
+    return StoreError(code, message or code, retry_after_s, violations, request_id, reason)

@@ -16,14 +16,16 @@ _DESCRIPTORS_MAX = 253
 class BrokerConnection:
     """Says hello and holds the `token`. Thread-safe; every exchange ends within `timeout_s`."""
 
-    def __init__(self, path: str, name: str, timeout_s: float) -> None:
-        """UNAVAILABLE if no daemon answers, PERMISSION_DENIED if it refuses this user."""
+    def __init__(self, path: str, name: str, timeout_s: float, operator: bool = False) -> None:
+        """As a worker, or as an `operator`, who administers only and for whom room is kept.
+
+        UNAVAILABLE if no daemon answers, PERMISSION_DENIED if it refuses this user."""
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.settimeout(timeout_s)
         try:
             self._socket.connect(path)
-            answer, _ = self._exchange({"verb": "hello", "name": name})
+            answer, _ = self._exchange({"verb": "hello", "name": name, "role": "operator" if operator else "worker"})
         except OSError as error:
             self._socket.close()
             raise StoreError("UNAVAILABLE", f"no daemon answers at {path}: {error.strerror or error}") from error

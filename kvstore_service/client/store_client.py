@@ -1,13 +1,9 @@
 """A decode worker's view of the daemon."""
 
-import contextlib
 import os
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
 import numpy as np
 from google.rpc import code_pb2
 from numpy.typing import NDArray
@@ -28,9 +24,6 @@ from kvstore_service.shared.types import (
     SidecarKey,
     StoreError,
 )
-
-BEAT_S = 1.0
-BEATS_PER_STREAM = 60
 
 
 @dataclass
@@ -74,13 +67,8 @@ class StoreClient(Client):
     def __init__(
         self, socket: str, broker: str, name: str, timeout_s: float, broker_timeout_s: float | None = None
     ) -> None:
-        super().__init__(socket, broker, name, timeout_s, broker_timeout_s)
+        super().__init__(socket, broker, name, timeout_s, broker_timeout_s=broker_timeout_s)
         self._stub = pb_grpc.StoreServiceStub(self._channel)
-        self._beating = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="kvstore-heartbeat", daemon=True)
-        self._last_beat_s = time.monotonic()
-        self.draining = False
-        self._heart.start()
 
     @classmethod
     def connect(
@@ -96,34 +84,6 @@ class StoreClient(Client):
         `broker_timeout_s`: of hello and of handing descriptors over (default: timeout_s)."""
         name = name or f"pid-{os.getpid()}"
         return cls(socket or default_socket(), broker or default_broker(), name, timeout_s, broker_timeout_s)
-
-    def close(self) -> None:
-        self._beating.set()
-        super().close()
-        if self._heart is not threading.current_thread():
-            self._heart.join(timeout=2.0)
-
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the daemon last answered a heartbeat (one is sent every second)."""
-        return time.monotonic() - self._last_beat_s
-
-    def _beat(self) -> None:
-        while not self._beating.is_set():
-            with contextlib.suppress(grpc.RpcError, ValueError):
-                answers = self._stub.Heartbeat(
-                    self._beats(), timeout=BEAT_S * BEATS_PER_STREAM * 2, metadata=self._metadata("heartbeat")
-                )
-                for answer in answers:
-                    self._last_beat_s = time.monotonic()
-                    self.draining = answer.draining
-            self._beating.wait(BEAT_S)
-
-    def _beats(self) -> Iterator[pb.HeartbeatRequest]:
-        for _ in range(BEATS_PER_STREAM):
-            yield pb.HeartbeatRequest(sent_ns=time.monotonic_ns())
-            if self._beating.wait(BEAT_S):
-                return
 
     def register_worker(
         self,

@@ -1,6 +1,7 @@
 """The daemon's configuration: YAML file < environment KVSTORE_* < flags, validated once."""
 
 import argparse
+import grp
 import os
 import ssl
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,11 @@ DRAM_BYTES_MIN = 4 << 20
 PREFIX = "KVSTORE_"
 
 
+def machine_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @dataclass(frozen=True)
 class Config:
     """What a daemon runs with. `origins` says where each value came from."""
@@ -35,17 +41,20 @@ class Config:
     copy_threads: int
     io_depth: int
     window: str
+    worker_bytes_max: int
     slots_max: int
     sessions_max: int
     on_full: str
     evict_high: float
     evict_low: float
+    lease_s: float
     upload_stall_s: float
     upload_ttl_s: float
     drain_s: float
     metrics_addr: str
     allow_uids: frozenset[int]
     admin_uids: frozenset[int]
+    socket_group: int | None
     log_format: str
     log_level: str
     tcp: str
@@ -76,13 +85,18 @@ def _socket_path(value: Any) -> Path:
 
 
 def _dram_bytes(value: Any) -> int:
-    size_bytes = settings.size(DRAM_BYTES_MIN)(value)
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if size_bytes > machine_bytes:
-        raise ValueError(
-            f"{format_size(size_bytes)} is more than this machine's memory of {format_size(machine_bytes)}; write less"
-        )
+    return _of_the_machine(settings.size(DRAM_BYTES_MIN)(value))
+
+
+def _of_the_machine(size_bytes: int) -> int:
+    if size_bytes > machine_bytes():
+        machine = format_size(machine_bytes())
+        raise ValueError(f"{format_size(size_bytes)} is more than this machine's memory of {machine}; write less")
     return size_bytes
+
+
+def _worker_bytes(value: Any) -> int:
+    return machine_bytes() // 2 if value == "half" else _of_the_machine(settings.size(1 << 20)(value))
 
 
 def _pack_tokens(value: Any) -> int:
@@ -137,6 +151,19 @@ def _admin_uids(value: Any) -> frozenset[int]:
     return _uids(value) | {0} if value == "own" else _uids(value)
 
 
+def _group(value: Any) -> int | None:
+    if value is None or value == "none":
+        return None
+    try:
+        return int(value) if str(value).isdecimal() else grp.getgrnam(str(value)).gr_gid
+    except KeyError:
+        raise ValueError("no group has this name; write the name or the id of one, or none") from None
+
+
+def _show_group(group: int | None) -> str:
+    return "none" if group is None else str(group)
+
+
 def _show_uids(uids: frozenset[int]) -> str:
     return ",".join(map(str, sorted(uids)))
 
@@ -168,37 +195,28 @@ KEYS = (
     Key("copy_threads", lambda: "auto", _copy_threads, "copy threads; auto = cores - 1, from 1 to 4"),
     Key("io_depth", lambda: 64, settings.count(1, 4096), "reads in flight per copy thread"),
     Key("window", lambda: "auto", _window, "where windows lie: shm, or auto (the best available)"),
+    Key("worker_bytes_max", lambda: "half", _worker_bytes, "most memory of a worker, or half (of all)", format_size),
     Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),
     Key(
-        "on_full",
-        lambda: "evict",
-        settings.choice("evict", "refuse"),
-        "a full store: evict what is used least, or refuse",
+        "on_full", lambda: "evict", settings.choice("evict", "refuse"), "a full store evicts what is used least, or not"
     ),
-    Key(
-        "evict_high",
-        lambda: 0.95,
-        settings.number(0.1, 1.0),
-        "part of nvme_bytes (or of a quota) above which packs are evicted",
-    ),
-    Key("evict_low", lambda: 0.9, settings.number(0.1, 1.0), "part of it down to which they are"),
-    Key(
-        "upload_stall_s",
-        lambda: 10.0,
-        settings.number(0.0, 86400.0),
-        "a worker without progress keeps others from its packs so long",
-    ),
-    Key(
-        "upload_ttl_s",
-        lambda: 600.0,
-        settings.number(0.0, 86400.0),
-        "uploads of a worker without progress are aborted after this",
-    ),
-    Key("drain_s", lambda: 30.0, settings.number(0.0, 86400.0), "time that open sessions get to end after SIGTERM"),
+    Key("evict_high", lambda: 0.95, settings.number(0.1, 1), "part of nvme_bytes, or a quota, above which it evicts"),
+    Key("evict_low", lambda: 0.9, settings.number(0.1, 1), "part of it down to which it does"),
+    Key("lease_s", lambda: 10, settings.number(0, 86400), "time to attach a pack that was found or committed"),
+    Key("upload_stall_s", lambda: 10, settings.number(0, 86400), "a worker without progress blocks others so long"),
+    Key("upload_ttl_s", lambda: 600, settings.number(0, 86400), "then the uploads of such a worker are aborted"),
+    Key("drain_s", lambda: 30, settings.number(0, 86400), "time that open sessions have to end after SIGTERM"),
     Key("metrics_addr", lambda: "127.0.0.1:9464", _loopback, "Prometheus, on loopback; port 0 = any free one; or off"),
     Key("allow_uids", lambda: "own", _uids, "user ids whose workers are served: own, or 0,1000", _show_uids),
     Key("admin_uids", lambda: "own", _admin_uids, "who may administer: own (and root), or 0,1000", _show_uids),
+    Key(
+        "socket_group",
+        lambda: "none",
+        _group,
+        "group that may connect (needed by uids of others): name or id",
+        _show_group,
+    ),
     Key("log_format", lambda: "text", settings.choice(*logs.FORMATS), "lines on stderr: text (key=value) or json"),
     Key("log_level", lambda: "info", settings.choice(*logs.LEVELS), "least serious event that is logged"),
     Key("tcp", lambda: "off", _address, "HOST:PORT of AdminService over mutual TLS, or off"),
@@ -233,7 +251,19 @@ def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Co
         raise ConfigError(f"tcp={config.tcp}: needs mutual TLS; set tls to the directory of the certificates")
     if config.evict_low > config.evict_high:
         raise ConfigError(f"evict_low={config.evict_low}: write at most evict_high, {config.evict_high}")
+    _check_group(config)
     return config
+
+
+def _check_group(config: Config) -> None:
+    """Others reach the sockets through a group; root needs none."""
+    others = config.peer_uids - {os.getuid(), 0}
+    if others and config.socket_group is None:
+        raise ConfigError(
+            f"user ids {_show_uids(others)} could not reach the sockets; set socket_group to a group of theirs and ours"
+        )
+    if config.socket_group not in (None, os.getegid(), *os.getgroups()) and os.geteuid() != 0:
+        raise ConfigError(f"socket_group={config.socket_group}: this user is not in it; write one of its groups")
 
 
 def to_yaml(config: Config) -> str:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 from kvstore_service import _native
 from kvstore_service._native import DataPlane, PackSpec, RingGeometry
 from kvstore_service.shared import types
-from kvstore_service.shared.types import Layout, StoreError
+from kvstore_service.shared.types import BUILD_BYTES, NO_PARENT, Layout, StoreError
 
-__all__ = ["DataPlane", "PackSpec", "RingGeometry", "errors", "pack_spec", "ring_geometry"]
+__all__ = ["DataPlane", "PackSpec", "RingGeometry", "errors", "file_bytes", "pack_spec", "ring_geometry"]
 
 
 @contextmanager
@@ -23,6 +24,13 @@ def pack_spec(pack_id: bytes, build: bytes, parent: bytes, layout: Layout, token
     kinds = [_native.KindSpec(kind.lanes, kind.d, kind.dtype, kind.record_bytes) for kind in layout.kinds]
     with errors():
         return PackSpec(pack_id, build, parent, layout.fingerprint, layout.layers, kinds, tokens, extent_blocks)
+
+
+@lru_cache(maxsize=1024)
+def file_bytes(layout: Layout, tokens: int, extent_blocks: int) -> int:
+    """Of a pack of this shape."""
+    build = bytes(BUILD_BYTES)
+    return pack_spec(NO_PARENT, build, NO_PARENT, layout, tokens, extent_blocks).file_bytes
 
 
 def ring_geometry(ring: types.RingGeometry) -> RingGeometry:

@@ -15,30 +15,32 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvstore_service import __version__
 from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grpc
 from kvstore_service.daemon import directories, logs, native
 from kvstore_service.daemon.config import Config, ConfigError, load, to_yaml
 from kvstore_service.daemon.disk.catalog import Catalog
-from kvstore_service.daemon.front.broker import Broker, claim_path, socket_mode
-from kvstore_service.daemon.front.metrics import MetricsServer
-from kvstore_service.daemon.front.rpc import MESSAGE_BYTES_MAX, Gate, Replies
+from kvstore_service.daemon.front import health
+from kvstore_service.daemon.front.broker import Broker, claim_path, open_to
+from kvstore_service.daemon.front.latencies import Latencies
+from kvstore_service.daemon.front.metrics import Measures, registry
+from kvstore_service.daemon.front.metrics_server import MetricsServer
+from kvstore_service.daemon.front.replies import Replies
+from kvstore_service.daemon.front.rpc import Gate
+from kvstore_service.daemon.front.server import Server
 from kvstore_service.daemon.front.services import AdminService, StoreService
-from kvstore_service.daemon.store.registry import Worker
-from kvstore_service.daemon.store.state import WORKERS_MAX
+from kvstore_service.daemon.store.registry import Limits, Worker
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.shared.types import StoreError
 
 STORE_SERVICE = "kvstore.v1.StoreService"
 ADMIN_SERVICE = "kvstore.v1.AdminService"
-# Every worker's heartbeat stream holds a thread.
-RPC_THREADS_MAX = WORKERS_MAX + 32
 GRACE_S = 1.0
 
 log = logging.getLogger("kvstored")
@@ -63,45 +65,76 @@ class Daemon:
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)
         self._replies = Replies()
-        self._broker = Broker(config.broker, config.peer_uids, self.store.workers.admit, self._release)
-        self._health = health.HealthServicer(experimental_non_blocking=True)
-        self._threads = ThreadPoolExecutor(RPC_THREADS_MAX, thread_name_prefix="rpc")
-        self._grpc = self._grpc_server()
+        self._latencies = Latencies()
+        self._broker = Broker(
+            config.broker,
+            config.peer_uids,
+            config.admin_uids,
+            config.socket_group,
+            self.store.workers.admit,
+            self._release,
+        )
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._grpc = Server(self._gate, self._equip, descriptors // 4)
         self._metrics: MetricsServer | None = None
 
-    def _grpc_server(self) -> grpc.Server:
-        server = grpc.server(
-            self._threads,
-            interceptors=[
-                Gate(self.store.state.registry, self._replies, self.config.allow_uids, self.config.admin_uids)
-            ],
-            maximum_concurrent_rpcs=RPC_THREADS_MAX,
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
+    def _gate(self) -> Gate:
+        return Gate(
+            self.store.state.registry,
+            self._replies,
+            self.config.allow_uids,
+            self.config.admin_uids,
+            self._latencies.observe,
         )
-        store_service = StoreService(self.store, self._broker, self.config)
-        admin_service = AdminService(self.store, self.config, os.getpid())
-        store_service_pb2_grpc.add_StoreServiceServicer_to_server(store_service, server)
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        return server
+
+    def _measures(self) -> Measures:
+        config = self.config
+        limits = {
+            "dram_bytes": config.dram_bytes,
+            "nvme_bytes": config.nvme_bytes,
+            "sessions_max": config.sessions_max,
+            "slots_max": config.slots_max,
+            "workers_max": Limits.workers,
+        }
+        plane = getattr(self.data_plane, "histograms", dict)
+        return Measures(
+            self.store.operation.counters,
+            limits,
+            self.store.operation.users,
+            self._latencies.histograms,
+            plane,
+            __version__,
+        )
+
+    def _equip(self, server: grpc.aio.Server) -> None:
+        services = (STORE_SERVICE, ADMIN_SERVICE)
+        store_service_pb2_grpc.add_StoreServiceServicer_to_server(
+            StoreService(self.store, self._broker, self.config), server
+        )
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminService(self.store, self.config, os.getpid()), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(
+            health.HealthService(services, self.store.state.draining.is_set), server
+        )
+        reflection.enable_server_reflection((ADMIN_SERVICE, health.SERVICE, reflection.SERVICE_NAME), server)
 
     def start(self) -> None:
         """Serves from here on."""
         self._broker.start()
         try:
-            self._grpc.add_insecure_port(f"unix:{self.config.socket}")
-            os.chmod(self.config.socket, socket_mode(self.config.peer_uids))
+            addresses: dict[str, grpc.ServerCredentials | None] = {f"unix:{self.config.socket}": None}
             if self.config.tcp != "off":
-                self._grpc.add_secure_port(self.config.tcp, _credentials(Path(self.config.tls)))
-            self._metrics = MetricsServer(self.config.metrics_addr, self.store.operation.counters)
+                addresses[self.config.tcp] = _credentials(Path(self.config.tls))
+            self._grpc.listen(addresses)
+            open_to(self.config.socket, self.config.socket_group)
+            self._metrics = MetricsServer(self.config.metrics_addr, registry(self._measures()))
         except (RuntimeError, OSError) as error:
             tcp = "" if self.config.tcp == "off" else f" or tcp={self.config.tcp}"
             raise StoreError(
                 "FAILED_PRECONDITION", f"cannot listen at socket={self.config.socket}{tcp}: {error}; give another one"
             ) from error
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        self._grpc.start()
+        self._grpc.serve()
 
     def ready_line(self) -> str:
         metrics = self._metrics.address if self._metrics else "off"
@@ -111,15 +144,13 @@ class Daemon:
     def drain(self, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Refuses new work and returns when no session is open, at the deadline, or when `hurry()`."""
         self.store.operation.drain()
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         deadline = time.monotonic() + timeout_s
         while self.store.state.registry.all() and time.monotonic() < deadline and not hurry():
             time.sleep(0.02)
 
     def close(self) -> None:
         """Ends connections, poisons what workers still hold, removes the sockets."""
-        self._grpc.stop(GRACE_S).wait(GRACE_S + 2.0)
-        self._threads.shutdown()
+        self._grpc.stop(GRACE_S)
         self._broker.close()
         if self._metrics is not None:
             self._metrics.close()
@@ -127,12 +158,8 @@ class Daemon:
         self.config.socket.unlink(missing_ok=True)
 
     def _release(self, worker: Worker) -> None:
-        self._replies.forget(worker)
+        self._replies.forget(worker.token)
         self.store.workers.release(worker)
-
-    def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
-        for service in ("", STORE_SERVICE, ADMIN_SERVICE):
-            self._health.set(service, status)
 
 
 def serve(make: Callable[[], Daemon]) -> int:
@@ -170,6 +197,7 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
             return 0
         config = load(arguments)
         logs.start(config.log_format, config.log_level)
+        os.umask(0o077)  # sockets are created before their mode can be set
         _raise_descriptor_limit()
         return serve(lambda: make(config))
     except ConfigError as error:

@@ -3,6 +3,8 @@
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034
@@ -53,6 +55,17 @@ def of_bytes(name: str, content: bytes) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def mapped(fd: int) -> Iterator[memoryview]:
+    """The content of a memfd that nobody can write, without a copy; it must not be used after the block."""
+    size_bytes = os.fstat(fd).st_size
+    if size_bytes == 0:
+        yield memoryview(b"")
+        return
+    with mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping, memoryview(mapping) as content:
+        yield content
 
 
 def read(fd: int) -> bytes:

@@ -138,7 +138,8 @@ def read_file(file: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def unknown(name: str, candidates: Sequence[str], what: str) -> ConfigError:
     asked = name.partition("=")[0]
-    closest = difflib.get_close_matches(asked, candidates, n=1, cutoff=0.5)
+    longer = [name for name in candidates if name.startswith(asked)]
+    closest = longer or difflib.get_close_matches(asked, candidates, n=1, cutoff=0.5)
     fix = f"did you mean {closest[0]}?" if closest else "see --help"
     return ConfigError(f"unknown {what} {asked}; {fix}")
 

@@ -29,7 +29,8 @@ class Violation:
 
 
 class StoreError(Exception):
-    """A refused call. `code` is the name of a gRPC status code, such as `NOT_FOUND`."""
+    """A refused call. `code` is the name of a gRPC status code, such as `NOT_FOUND`; `reason` tells causes apart that
+    share a code, such as `DRAINING` (google.rpc.ErrorInfo), and is the code itself where there is one cause only."""
 
     def __init__(
         self,
@@ -38,9 +39,11 @@ class StoreError(Exception):
         retry_after_s: float | None = None,
         violations: Sequence[Violation] = (),
         request_id: str = "",
+        reason: str = "",
     ) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
+        self.reason = reason or code
         self.message = message
         self.retry_after_s = retry_after_s
         self.violations = tuple(violations)
@@ -48,7 +51,9 @@ class StoreError(Exception):
 
     def __reduce__(self) -> tuple[type["StoreError"], tuple[object, ...]]:
         """Errors cross process borders (a Ray actor's calls) with all their fields."""
-        return StoreError, (self.code, self.message, self.retry_after_s, self.violations, self.request_id)
+        return StoreError, (
+            self.code, self.message, self.retry_after_s, self.violations, self.request_id, self.reason,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,15 +91,19 @@ class PackRef:
 
 @dataclass(frozen=True)
 class PackRow:
-    """A committed pack. `file` is its name under packs/."""
+    """A committed pack."""
 
     ref: PackRef
     parent: bytes
     layout: Layout
     tenant: str
-    file: str
     file_bytes: int
     created_s: float = field(default_factory=time.time)
+
+    @property
+    def file(self) -> str:
+        """Its name under packs/."""
+        return f"{self.ref.pack_id.hex()}-{self.ref.build.hex()}.pack"
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def daemon_of_another_user(directory: Path, python: str) -> Iterator[PrivateDaem
     daemon = PrivateDaemon(
         data_dir,
         "4MiB",
-        options=("--nvme-bytes=1GiB", f"--allow-uids={WORKER_UID}"),
+        options=("--nvme-bytes=1GiB", f"--allow-uids={WORKER_UID}", f"--socket-group={DAEMON_UID}"),
         argv=(*user, *variables, python, "-m", "kvstore_service.daemon.server"),
     )
     os.chown(daemon.run_dir, DAEMON_UID, DAEMON_UID)
@@ -89,7 +89,7 @@ def test_two_unprivileged_users_decode_as_the_oracle(checkpoint: Path, expected:
         model.chmod(0o755)
         with daemon_of_another_user(directory, python) as daemon:
             order = {"config": worker_settings(daemon, model, policy="none"), "prompt": prompt, "steps": STEPS}
-            user = {"user": WORKER_UID, "group": WORKER_UID, "extra_groups": [], "env": environment()}
+            user = {"user": WORKER_UID, "group": WORKER_UID, "extra_groups": [DAEMON_UID], "env": environment()}
             with worker_process(order, python, **user) as process:
                 tokens = read_tokens(process, STEPS)
             assert Path(f"/proc/{daemon.pid}").stat().st_uid == DAEMON_UID

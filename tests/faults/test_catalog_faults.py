@@ -161,9 +161,9 @@ def test_a_commit_stands_when_the_damaged_file_before_it_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def row(build: int) -> PackRow:
-        (catalog.packs_dir / f"{build}.pack").write_bytes(b"x")
-        ref = PackRef(bytes(32), bytes([build]) * 16, 0, TOKENS)
-        return PackRow(ref, bytes(32), LAYOUT, "uid-0", f"{build}.pack", 1)
+        row = PackRow(PackRef(bytes(32), bytes([build]) * 16, 0, TOKENS), bytes(32), LAYOUT, "uid-0", 1)
+        (catalog.packs_dir / row.file).write_bytes(b"x")
+        return row
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -183,6 +183,6 @@ def test_a_commit_stands_when_the_damaged_file_before_it_cannot_be_removed(
         with pytest.raises(OSError, match="Input/output error"):
             Catalog(tmp_path)
     again = Catalog(tmp_path)
-    assert again.removed == ["1.pack"]
+    assert again.removed == [first.file]
     assert again.pack(bytes(32)) == second
     again.close()

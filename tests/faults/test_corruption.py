@@ -311,8 +311,9 @@ def test_a_file_cut_while_it_is_open_ends_in_data_loss_behind_the_cut(
 def test_flipped_cut_and_exchanged_sidecars_are_data_loss(tmp_path: Path, rng: np.random.Generator) -> None:
     catalog = Catalog(tmp_path)
     ref = PackRef(bytes(32), bytes(16), 0, TOKENS)
-    (catalog.packs_dir / "1.pack").write_bytes(b"x")
-    catalog.commit_packs([PackRow(ref, bytes(32), Layout(bytes(32), 1, ()), "uid-0", "1.pack", 1)])
+    row = PackRow(ref, bytes(32), Layout(bytes(32), 1, ()), "uid-0", 1)
+    (catalog.packs_dir / row.file).write_bytes(b"x")
+    catalog.commit_packs([row])
     keys = [SidecarKey(ref.pack_id, ref.build, "hash", name) for name in (b"a", b"b")]
     contents = [rng.bytes(5000), rng.bytes(5000)]
     for key, content in zip(keys, contents, strict=True):

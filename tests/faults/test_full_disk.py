@@ -19,6 +19,7 @@ from tests.faults.life import Life, reservation
 from tests.service.world import LAYOUT, TOKENS
 
 DISK_BYTES = 12 << 20
+OPTIONS = ("--nvme-bytes=1GiB", "--copy-threads=1")
 _MOUNT = {
     "ext4": 'mount -o loop "$1" "$2" && shift 2 && exec "$@"',
     "tmpfs": f'mount -t tmpfs -o size={DISK_BYTES} none "$2" && shift 2 && exec "$@"',
@@ -72,7 +73,13 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> SmallDisk:
 
 @pytest.fixture
 def daemon(disk: SmallDisk, tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, prefix=disk.prefix) as running:
+    with Daemon(tmp_path, prefix=disk.prefix, options=(*OPTIONS, "--on-full=refuse")) as running:
+        yield running
+
+
+@pytest.fixture
+def evicting(disk: SmallDisk, tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path, prefix=disk.prefix, options=OPTIONS) as running:
         yield running
 
 
@@ -184,3 +191,26 @@ def test_a_start_on_a_full_disk_serves_what_is_stored(disk: SmallDisk, daemon: D
     with small_life(daemon) as life:
         life.read(1)
         life.live(2)
+
+
+def test_a_disk_that_is_full_before_the_store_is_evicted_for(evicting: Daemon) -> None:
+    """`nvme_bytes` is far away; the catalogue itself cannot grow when the first pack has to go."""
+    with small_life(evicting) as life:
+        client = life.worker.client
+        session = client.open_session(LAYOUT, 1 << 20)
+        for number in range(1000, 1010):
+            life.worker.commit(session, number)
+        client.close_session(session)
+        fill(life.data_dir / "filler")
+        session = client.open_session(LAYOUT, 1 << 20)
+        for number in range(2000, 2006):
+            life.worker.commit(session, number)
+        with AdminClient.connect(evicting.socket, evicting.broker) as admin:
+            counters = admin.get_status().counters
+            assert counters["packs_evicted_room"] >= 5
+            assert [check for check in admin.audit() if not check.ok] == []
+            # An operator can make room there too.
+            client.close_session(session)
+            assert all(item.code == 0 for item in admin.evict([pack.pack_id for pack in admin.list_packs()]))
+        life.live(1)
+        life.read(1)

@@ -1,6 +1,6 @@
 """Another user, for real: drops to the user id of its order, tries everything, prints how each attempt ended.
 
-Order (JSON on stdin): uid, socket, broker, and `names`, the ids of somebody else's things; without these it sends
+Order (JSON on stdin): uid, gid, socket, broker, and `names`, the ids of somebody else's things; without these it sends
 garbage.
 """
 
@@ -61,6 +61,6 @@ def tried(channel: grpc.Channel, metadata: calls.Metadata, names: dict[str, Any]
 if __name__ == "__main__":
     task = json.load(sys.stdin)
     os.setgroups([])
-    os.setresgid(task["uid"], task["uid"], task["uid"])
+    os.setresgid(task["gid"], task["gid"], task["gid"])
     os.setresuid(task["uid"], task["uid"], task["uid"])
     json.dump(attempt(task), sys.stdout)

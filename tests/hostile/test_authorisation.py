@@ -28,9 +28,9 @@ from tests.hostile.stranger import tried
 from tests.hostile.victim import Victim
 from tests.service.test_rpc import make_certificates
 
-TENANT_UID, OUTSIDER_UID = 12345, 23456
+TENANT_UID, OUTSIDER_UID, GROUP = 12345, 23456, 34567
 # With another's ids these find nothing or do nothing: they make something new, or ask about one's own.
-HARMLESS = {"RegisterWorker", "Heartbeat", "OpenSession", "LookupPrefix", "AbortPack"}
+HARMLESS = {"RegisterWorker", "OpenSession", "LookupPrefix", "AbortPack"}
 
 # These succeed or fail by the session alone.
 OF_A_SESSION = {"BindSlot", "ForkSession", "CloseSession"}
@@ -56,7 +56,7 @@ def port() -> int:
 def daemon(tmp_path_factory: pytest.TempPathFactory, certificates: Path, port: int) -> Iterator[Daemon]:
     options = (
         "--nvme-bytes=1GiB", "--copy-threads=1", f"--tcp=127.0.0.1:{port}", f"--tls={certificates}",
-        f"--allow-uids={os.getuid()},{TENANT_UID}", "--log-level=debug",
+        f"--allow-uids={os.getuid()},{TENANT_UID}", f"--socket-group={GROUP}", "--log-level=debug",
     )  # fmt: skip
     shared = Daemon(tmp_path_factory.mktemp("shared"), options=options)
     shared.run_dir.chmod(0o711)
@@ -83,11 +83,13 @@ def stale(daemon: Daemon) -> calls.Metadata:
     return calls.token(connection.token)
 
 
-def stranger(daemon: Daemon, uid: int, names: dict[str, str | int] | None = None) -> dict[str, dict[str, str]]:
+def stranger(
+    daemon: Daemon, uid: int, names: dict[str, str | int] | None = None, group: int = GROUP
+) -> dict[str, dict[str, str]]:
     """What a process of another user achieves."""
     if os.getuid() != 0:
         pytest.skip("needs root, to start a process as another user")
-    order = {"uid": uid, "socket": daemon.socket, "broker": daemon.broker, "names": names}
+    order = {"uid": uid, "gid": group, "socket": daemon.socket, "broker": daemon.broker, "names": names}
     done = subprocess.run(
         [sys.executable, "-m", "tests.hostile.stranger"],
         input=json.dumps(order), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
@@ -126,6 +128,12 @@ def test_a_user_outside_allow_uids(daemon: Daemon) -> None:
     assert "PERMISSION_DENIED" in result["broker"]
     assert "allow_uids" in result["broker"]
     assert result["codes"] == {path_of(method): "UNAUTHENTICATED" for method in METHODS}
+
+
+def test_a_user_outside_the_sockets_group(daemon: Daemon) -> None:
+    result = stranger(daemon, OUTSIDER_UID, group=OUTSIDER_UID)
+    assert "UNAVAILABLE" in result["broker"]
+    assert set(result["codes"].values()) == {"UNAVAILABLE"}
 
 
 def test_sockets_of_one_user_are_closed_to_others(tmp_path: Path) -> None:

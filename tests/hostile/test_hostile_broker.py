@@ -18,7 +18,7 @@ from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
 from kvstore_service.client import AdminClient, StoreError
 from kvstore_service.client.connection import BrokerConnection
-from kvstore_service.daemon.front.broker import CONNECTIONS_MAX, HELLO_S, MESSAGE_BYTES_MAX, TRANSFERS_MAX
+from kvstore_service.daemon.front.broker import HELLO_S, MESSAGE_BYTES_MAX, TRANSFERS_MAX, USER_CONNECTIONS_MAX
 from kvstore_service.shared import memory
 from tests.daemon_process import Daemon
 from tests.hostile.calls import token
@@ -106,9 +106,9 @@ def test_names_are_plain_wherever_they_are_printed(daemon: Daemon) -> None:
 def test_too_many_connections(desk: Desk) -> None:
     before = descriptors()
     with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(contextlib.closing(knock(desk.path))) for _ in range(CONNECTIONS_MAX)]
+        peers = [stack.enter_context(contextlib.closing(knock(desk.path))) for _ in range(USER_CONNECTIONS_MAX)]
         one_more = stack.enter_context(contextlib.closing(knock(desk.path)))
-        assert f"{CONNECTIONS_MAX} connections" in json.loads(one_more.recv(4096))["error"]
+        assert f"{USER_CONNECTIONS_MAX} connections" in json.loads(one_more.recv(4096))["error"]
         assert "token" in say(peers[0], {"verb": "hello"})
         # Silent peers are dropped in time, and make room.
         started_s = time.monotonic()
@@ -220,7 +220,7 @@ def test_another_user_is_refused_whatever_it_sends(tmp_path: Path) -> None:
         pytest.skip("needs root, to start a process as another user")
     folder = tmp_path / "run"
     folder.mkdir()
-    desk = Desk(folder / "broker.sock", frozenset({0, 4242}))
+    desk = Desk(folder / "broker.sock", frozenset({0, 4242}), group=4343)
     script = (
         "import os, socket, sys\n"
         "peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"

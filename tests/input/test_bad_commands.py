@@ -270,7 +270,9 @@ def test_a_store_that_is_too_small_or_closed_to_this_user(
         assert "nvme_bytes" in line, line
         with AdminClient.connect(daemon.socket, daemon.broker) as admin:
             assert admin.get_status().sessions == 0
-    with Daemon(tmp_path / "closed", "16MiB", options=(f"--allow-uids={os.getuid() + 1}",)) as daemon:
+    with Daemon(
+        tmp_path / "closed", "16MiB", options=(f"--allow-uids={os.getuid() + 1}", f"--socket-group={os.getegid()}")
+    ) as daemon:
         done = run(headgate("generate", *flags, f"--socket={daemon.socket}", f"--broker={daemon.broker}"), home)
         assert done.returncode == 1
         (line,) = done.stderr.splitlines()

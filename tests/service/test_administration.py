@@ -176,7 +176,7 @@ def test_eviction_beside_sessions_never_takes_what_they_read(daemon: Daemon, adm
 
 def test_eviction_makes_room(tmp_path: Path) -> None:
     with (
-        Daemon(tmp_path, options=("--nvme-bytes=1MiB",)) as daemon,
+        Daemon(tmp_path, options=("--nvme-bytes=1MiB", "--on-full=refuse")) as daemon,
         StoreClient.connect(daemon.socket, daemon.broker) as client,
         AdminClient.connect(daemon.socket, daemon.broker) as admin,
     ):

@@ -17,8 +17,8 @@ import pytest
 
 from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 from kvstore_service.client.connection import BrokerConnection
-from kvstore_service.daemon.front.broker import HELLO_S, TRANSFERS_MAX, Broker, claim_path, socket_mode
-from kvstore_service.daemon.store.registry import Registry, Worker
+from kvstore_service.daemon.front.broker import HELLO_S, TRANSFERS_MAX, Broker, claim_path
+from kvstore_service.daemon.store.registry import Limits, Registry, Worker
 from kvstore_service.shared import memory
 from tests.daemon_process import Daemon
 
@@ -26,12 +26,12 @@ from tests.daemon_process import Daemon
 class Desk:
     """A broker without the rest of the daemon."""
 
-    def __init__(self, path: Path, allow_uids: frozenset[int]) -> None:
+    def __init__(self, path: Path, allow_uids: frozenset[int], group: int | None = None) -> None:
         self.path = str(path)
         self.released: list[Worker] = []
         self.left = threading.Event()
-        self.sessions = Registry(8, 8, 8)
-        self.broker = Broker(path, allow_uids, self.sessions.add_worker, self._release)
+        self.sessions = Registry(Limits(8, 8, 8, 8, 1 << 30, 1 << 30, workers=128, user_workers=128))
+        self.broker = Broker(path, allow_uids, frozenset(), group, self.sessions.add_worker, self._release)
         self.broker.start()
 
     def _release(self, worker: Worker) -> None:
@@ -67,7 +67,6 @@ def test_hello_hands_out_a_token_of_256_bits(desk: Desk) -> None:
 
 def test_another_user_is_refused_before_a_byte_is_read(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "broker.sock", frozenset({os.getuid() + 12345}))
-    assert os.stat(desk.path).st_mode & 0o777 == 0o666
     with contextlib.closing(knock(desk.path)) as peer:
         assert "allow_uids" in json.loads(peer.recv(4096))["error"]
         assert peer.recv(4096) == b""
@@ -76,9 +75,12 @@ def test_another_user_is_refused_before_a_byte_is_read(tmp_path: Path) -> None:
     desk.broker.close()
 
 
-def test_the_socket_is_open_to_others_only_if_they_are_allowed(desk: Desk) -> None:
+def test_the_socket_is_open_to_its_group_alone(desk: Desk, tmp_path: Path) -> None:
     assert os.stat(desk.path).st_mode & 0o777 == 0o600
-    assert socket_mode(frozenset({os.getuid(), 4242})) == 0o666
+    grouped = Desk(tmp_path / "grouped.sock", frozenset({os.getuid()}), os.getegid())
+    held = os.stat(grouped.path)
+    assert (held.st_mode & 0o777, held.st_gid) == (0o660, os.getegid())
+    grouped.broker.close()
 
 
 def test_a_silent_peer_is_dropped(desk: Desk) -> None:

@@ -4,23 +4,29 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore_service.daemon.disk import sidecars
-from kvstore_service.daemon.disk.catalog import CATALOG_VERSION, Catalog
-from kvstore_service.shared.types import KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
+from kvstore_service.daemon.disk.catalog import Catalog, PackFilter, Quota, Totals
+from kvstore_service.daemon.disk.schema import CATALOG_VERSION
+from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
 
 
-def pack_row(catalog: Catalog, name: int, build: int = 1) -> PackRow:
+def pack_row(catalog: Catalog, name: int, build: int = 1, parent: bytes = NO_PARENT, tenant: str = "uid-0") -> PackRow:
     ref = PackRef(bytes([name]) * 32, bytes([build]) * 16, 0, 256)
-    file = f"{name}-{build}.pack"
-    (catalog.packs_dir / file).write_bytes(b"x" * 100)
-    return PackRow(ref, bytes(32), LAYOUT, "uid-0", file, 100)
+    row = PackRow(ref, parent, LAYOUT, tenant, 100)
+    (catalog.packs_dir / row.file).write_bytes(b"x" * 100)
+    return row
 
 
 def test_rows_survive_a_restart(tmp_path: Path) -> None:
@@ -33,7 +39,7 @@ def test_rows_survive_a_restart(tmp_path: Path) -> None:
     assert again.pack(row.ref.pack_id) == row
     assert again.tenant_key("uid-0") == key
     assert again.tenant_key("uid-1") != key
-    assert again.totals() == (1, 100, 100)
+    assert again.totals() == Totals(1, 100)
     again.close()
 
 
@@ -41,12 +47,12 @@ def test_files_without_a_row_are_removed(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
     row = pack_row(catalog, 1)
     catalog.commit_packs([row])
-    pack_row(catalog, 2)
+    lost = pack_row(catalog, 2)
     (catalog.sidecars_dir / "half.partial").write_bytes(b"y")
     catalog.close()
     again = Catalog(tmp_path)
-    assert sorted(again.removed) == ["2-1.pack", "half.partial"]
-    assert [path.name for path in again.packs_dir.iterdir()] == ["1-1.pack"]
+    assert sorted(again.removed) == [lost.file, "half.partial"]
+    assert [path.name for path in again.packs_dir.iterdir()] == [row.file]
     again.close()
 
 
@@ -60,7 +66,7 @@ def test_rows_without_their_file_are_reported_not_served_and_replaced(tmp_path: 
     path = tmp_path / "packs" / row.file
     path.unlink() if damage == "gone" else os.truncate(path, 50)
     again = Catalog(tmp_path)
-    assert list(again.damaged) == [row.ref.pack_id]
+    assert [damaged for damaged, _ in again.damaged()] == [row]
     with pytest.raises(StoreError, match="DATA_LOSS"):
         again.pack(row.ref.pack_id)
     replacement = pack_row(again, 1, build=2)
@@ -141,3 +147,210 @@ def test_the_first_sidecar_of_a_key_stays(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="NOT_FOUND"):
         sidecars.read(catalog, SidecarKey(row.ref.pack_id, row.ref.build, "hash", b"other"))
     catalog.close()
+
+
+# --- totals, use, quotas ---
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    with closing(Catalog(tmp_path)) as catalog:
+        yield catalog
+
+
+def summed(catalog: Catalog, tenant: str = "%") -> Totals:
+    """What `totals` must be, by a scan."""
+    db = catalog._db
+    packs = db.execute(
+        "SELECT count(*), coalesce(sum(file_bytes), 0), 0, coalesce(sum(damage IS NOT NULL), 0) FROM packs "
+        "WHERE tenant LIKE ?", (tenant,)
+    ).fetchone()  # fmt: skip
+    (sidecar_bytes,) = db.execute(
+        "SELECT coalesce(sum(sidecars.file_bytes), 0) FROM sidecars JOIN packs USING (pack_id) WHERE tenant LIKE ?",
+        (tenant,),
+    ).fetchone()
+    return Totals(packs[0], packs[1], sidecar_bytes, packs[3])
+
+
+def test_running_totals_are_what_a_scan_finds(catalog: Catalog) -> None:
+    rows = [pack_row(catalog, name, tenant=f"uid-{name % 3}") for name in range(1, 20)]
+    catalog.commit_packs(rows)
+    for row in rows[::2]:
+        sidecars.write(catalog, SidecarKey(row.ref.pack_id, row.ref.build, "hash"), bytes(row.ref.pack_id[0]))
+    for row in rows[::5]:
+        assert catalog.mark_damaged(row, "planted")
+        assert catalog.mark_damaged(row, "planted again")
+    catalog.commit_packs([replace(pack_row(catalog, 1, build=2, tenant="uid-1"), file_bytes=77), rows[1]])
+    catalog.drop_sidecar(SidecarKey(rows[2].ref.pack_id, rows[2].ref.build, "hash"))
+    for row in rows[3:9]:
+        catalog.remove_pack(row)
+    assert catalog.totals() == summed(catalog)
+    assert catalog.totals().damaged == 2
+    by_tenant = {f"uid-{number}": catalog.totals_of(f"uid-{number}") for number in range(3)}
+    assert by_tenant == {tenant: summed(catalog, tenant) for tenant in by_tenant} == catalog.totals_by_tenant()
+    assert catalog.totals_of("uid-9") == Totals()
+
+
+def test_marks_are_durable_and_the_next_commit_lifts_them(tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path)) as catalog:
+        row = pack_row(catalog, 1)
+        catalog.commit_packs([row])
+        catalog.mark_damaged(row, "3 bad blocks")
+    with closing(Catalog(tmp_path)) as catalog:
+        assert catalog.damaged() == [(row, "3 bad blocks")]
+        assert catalog.served(row.ref.pack_id) is None
+        replaced: list[PackRow] = []
+        catalog.on_gone = replaced.append
+        anew = pack_row(catalog, 1, build=2)
+        assert catalog.commit_packs([anew]) == [anew]
+        assert replaced == [row]
+        assert not catalog.mark_damaged(row, "found out late, of the old build")
+        assert catalog.served(row.ref.pack_id) == anew
+
+
+def test_two_writers_that_replace_the_same_damaged_packs_have_one_winner_each(catalog: Catalog) -> None:
+    rows = [pack_row(catalog, name) for name in range(1, 16)]
+    catalog.commit_packs(rows)
+    for row in rows:
+        catalog.mark_damaged(row, "planted")
+    offers = [[pack_row(catalog, name, build) for name in range(1, 16)] for build in (2, 3)]
+    with ThreadPoolExecutor(2) as writers:
+        answers = list(writers.map(catalog.commit_packs, offers))
+    for first, second, name in zip(*answers, range(1, 16), strict=True):
+        assert first == second == catalog.served(bytes([name]) * 32)
+
+
+def test_victims_are_leaves_in_the_order_of_use_and_importance(catalog: Catalog) -> None:
+    day_s = 86400.0
+    root, leaf = pack_row(catalog, 1), pack_row(catalog, 2, parent=bytes([1]) * 32)
+    others = [pack_row(catalog, name, tenant="uid-1") for name in (3, 4, 5)]
+    rows = [replace(row, created_s=1000.0) for row in (root, leaf, *others)]
+    catalog.commit_packs(rows)
+    names = [row.ref.pack_id for row in rows]
+
+    def order(**options: Any) -> list[int]:
+        return [victim.row.ref.pack_id[0] for victim in catalog.victims(10, **options)]
+
+    assert order() == [2, 3, 4, 5]
+    catalog.touch(names[1:3], 2000.0)
+    assert order() == [4, 5, 2, 3]
+    catalog.set_importance({names[3]: 1.0})
+    catalog.touch([names[1]], 1000.0 + 0.5 * day_s)
+    assert order() == [5, 3, 2, 4]
+    assert order(tenant="uid-1") == [5, 3, 4]
+    catalog.pin([names[2]], True)
+    catalog.pin([names[4]], True, until_s=time.time() - 1.0)
+    assert order() == [5, 2, 4]
+    first = catalog.victims(1)
+    assert order(after=first[0]) == [2, 4]
+    catalog.remove_pack(rows[1])
+    assert order() == [1, 5, 4]  # the root is a leaf now
+    plan = catalog._db.execute(
+        "EXPLAIN QUERY PLAN SELECT pack_id FROM packs WHERE children = 0 AND pinned_until_s IS NULL "
+        "ORDER BY keep_s, pack_id LIMIT 5"
+    ).fetchall()
+    assert "packs_by_use" in plan[0][3]
+    assert len(plan) == 1
+
+
+def test_uses_are_written_in_batches_and_at_the_end(tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path)) as catalog:
+        row = pack_row(catalog, 1)
+        catalog.commit_packs([row])
+        catalog.touch([row.ref.pack_id], row.created_s + 50)
+        assert catalog.listed(row.ref.pack_id).last_used_s == row.created_s + 50
+        catalog.touch([number.to_bytes(32) for number in range(2000)], 1.0)
+        assert not catalog._touched
+        catalog.touch([row.ref.pack_id], row.created_s + 60)
+    with closing(Catalog(tmp_path)) as catalog:
+        assert catalog.listed(row.ref.pack_id).last_used_s == row.created_s + 60
+
+
+def test_quotas_are_durable(tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path)) as catalog:
+        catalog.set_quota("uid-1", Quota(1 << 30, None))
+        catalog.set_quota("uid-2", Quota(5, 6))
+        catalog.set_quota("uid-2", Quota())
+    with closing(Catalog(tmp_path)) as catalog:
+        assert catalog.quotas() == {"uid-1": Quota(1 << 30, None)}
+
+
+def test_a_pin_ends_with_its_time(catalog: Catalog) -> None:
+    row = pack_row(catalog, 1)
+    catalog.commit_packs([row])
+    name = row.ref.pack_id
+    catalog.pin([name], True, until_s=time.time() + 1000)
+    assert catalog.is_pinned(name)
+    with pytest.raises(StoreError, match="pinned"):
+        catalog.remove_pack(row)
+    catalog.pin([name], True, until_s=time.time() - 1)
+    assert not catalog.is_pinned(name)
+    catalog.remove_pack(row)
+
+
+def test_pages_pass_their_filter_and_look_at_a_bounded_number_of_rows(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_service.daemon.disk.catalog._SCAN_ROWS", 4)
+    rows = [replace(pack_row(catalog, n, tenant=f"uid-{n % 2}"), created_s=float(n)) for n in range(1, 21)]
+    catalog.commit_packs(rows)
+    catalog.mark_damaged(rows[4], "planted")
+    catalog.pin([rows[7].ref.pack_id], True)
+
+    def listing(wanted: PackFilter, limit: int = 3) -> list[int]:
+        found, after = list[int](), b""
+        while True:
+            page, following = catalog.page(wanted, after, limit)
+            found += [item.row.ref.pack_id[0] for item in page]
+            if following is None:
+                return found
+            assert following > after
+            after = following
+
+    assert listing(PackFilter()) == list(range(1, 21))
+    assert listing(PackFilter(tenant="uid-1")) == list(range(1, 21, 2))
+    assert listing(PackFilter(damaged=True)) == [5]
+    assert listing(PackFilter(pinned=True)) == [8]
+    assert listing(PackFilter(pinned=False, damaged=False, used_before_s=9.5)) == [1, 2, 3, 4, 6, 7, 9]
+
+
+_VERSION_1 = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE tenants (name TEXT PRIMARY KEY, key BLOB NOT NULL);
+CREATE TABLE packs (
+  pack_id BLOB PRIMARY KEY, build BLOB NOT NULL, parent BLOB NOT NULL, fingerprint BLOB NOT NULL, tenant TEXT NOT NULL,
+  first_token INTEGER NOT NULL, tokens INTEGER NOT NULL, layers INTEGER NOT NULL, kinds TEXT NOT NULL,
+  file TEXT NOT NULL UNIQUE, file_bytes INTEGER NOT NULL, created_s REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE sidecars (
+  pack_id BLOB NOT NULL REFERENCES packs(pack_id), build BLOB NOT NULL, kind TEXT NOT NULL, parameters BLOB NOT NULL,
+  file TEXT NOT NULL UNIQUE, file_bytes INTEGER NOT NULL,
+  PRIMARY KEY (pack_id, build, kind, parameters)) WITHOUT ROWID;
+CREATE INDEX packs_by_parent ON packs(parent);
+CREATE TABLE pins (pack_id BLOB PRIMARY KEY) WITHOUT ROWID;
+INSERT INTO meta VALUES ('version', '1');
+"""
+
+
+def test_a_catalogue_of_version_1_is_brought_up_in_place(tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path)) as catalog:
+        parent, child = pack_row(catalog, 1), pack_row(catalog, 2, parent=bytes([1]) * 32)
+    (tmp_path / "catalog.sqlite").unlink()
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as db:
+        db.executescript(_VERSION_1)
+        for row in (child, parent):
+            values = (row.ref.pack_id, row.ref.build, row.parent, LAYOUT.fingerprint, row.tenant, 0, 256, 2,
+                      "[[2, 64, 2, 256]]", row.file, 100, row.created_s)  # fmt: skip
+            db.execute(f"INSERT INTO packs VALUES ({', '.join('?' * 12)})", values)
+        db.execute("INSERT INTO sidecars VALUES (?, ?, 'hash', ?, 'a.sidecar', 9)", (*values[:2], b""))
+        db.execute("INSERT INTO tenants VALUES ('uid-0', ?)", (b"k" * 32,))
+        db.execute("INSERT INTO pins VALUES (?)", (parent.ref.pack_id,))
+    (tmp_path / "sidecars" / "a.sidecar").write_bytes(bytes(9))
+    for _ in range(2):
+        with closing(Catalog(tmp_path)) as catalog:
+            assert catalog.packs() == [parent, child]
+            assert catalog.totals() == summed(catalog) == Totals(2, 200, 9)
+            assert catalog.is_pinned(parent.ref.pack_id)
+            assert not catalog.is_pinned(child.ref.pack_id)
+            assert [victim.row for victim in catalog.victims(5)] == [child]
+            assert catalog.tenant_key("uid-0") == b"k" * 32
+            assert catalog.sidecar_kinds(parent.ref.pack_id) == ["hash"]

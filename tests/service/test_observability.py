@@ -1,17 +1,31 @@
 """What the daemon says of itself, against what was really done: metrics, descriptions, logs."""
 
+import contextlib
 import json
 import logging
+import os
+import socket
 import sys
 from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
+import psutil
 import pytest
 
+from kvstore_service import __version__
 from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.daemon import logs
-from kvstore_service.daemon.front.metrics import COUNTERS, GAUGES
+from kvstore_service.daemon.front.metrics import (
+    COUNTERS,
+    GAUGES,
+    LIMITS,
+    PER_USER,
+    USERS_SHOWN_MAX,
+    Measures,
+    StoreCollector,
+)
+from kvstore_service.daemon.front.metrics_server import CONNECTIONS_MAX
 from tests.daemon_process import Daemon
 from tests.service import world
 from tests.service.world import TestWorker
@@ -102,7 +116,59 @@ def test_every_counter_has_a_meaning_and_is_served(daemon: Daemon) -> None:
     with AdminClient.connect(daemon.socket, daemon.broker) as admin:
         assert set(admin.get_status().counters) == GAUGES.keys() | COUNTERS.keys()
     served = {f"kvstore_{name}" for name in GAUGES} | {f"kvstore_{name}_total" for name in COUNTERS}
-    assert served == {name for name in scrape(daemon) if not name.endswith("_created")}
+    served |= {f"kvstore_limit_{name}" for name in LIMITS}
+    plain = {name for name in scrape(daemon) if name.startswith("kvstore_") and "{" not in name}
+    assert served == plain
+
+
+def test_calls_users_limits_and_the_process_are_measured(daemon: Daemon, client: StoreClient) -> None:
+    client.open_session(world.LAYOUT, 1024)
+    before = scrape(daemon)
+    for _ in range(3):
+        client.lookup_prefix(world.LAYOUT.fingerprint, [world.candidate(1)])
+    after = scrape(daemon)
+
+    def rose(name: str) -> float:
+        return after[name] - before[name]
+
+    assert rose('kvstore_call_seconds_count{class="lookup"}') == 3
+    assert rose('kvstore_call_seconds_bucket{class="lookup",le="+Inf"}') == 3
+    assert 0 < rose('kvstore_call_seconds_sum{class="lookup"}') < 3 * 10.0
+    assert rose('kvstore_call_seconds_count{class="commit"}') == 0
+    uid = os.getuid()
+    assert after[f'kvstore_user_sessions{{uid="{uid}"}}'] == after["kvstore_sessions"] == 1
+    assert after[f'kvstore_user_workers{{uid="{uid}"}}'] == 1
+    assert after["kvstore_limit_nvme_bytes"] == 1 << 30
+    assert after[f'kvstore_build_info{{version="{__version__}"}}'] == 1
+    assert after["process_resident_memory_bytes"] > 1 << 20
+    assert after["process_open_fds"] > 3
+
+
+def test_users_beyond_the_first_are_summed() -> None:
+    users = {uid: dict.fromkeys(PER_USER, 1) for uid in range(USERS_SHOWN_MAX + 5)}
+    zeros = dict.fromkeys((*GAUGES, *COUNTERS, *LIMITS), 0)
+    measures = Measures(lambda: zeros, zeros, lambda: users, dict, dict, "0")
+    (family,) = [found for found in StoreCollector(measures).collect() if found.name == "kvstore_user_sessions"]
+    assert len(family.samples) == USERS_SHOWN_MAX + 1
+    assert (family.samples[-1].labels, family.samples[-1].value) == ({"uid": "other"}, 5)
+
+
+def test_silent_connections_neither_hold_threads_nor_stop_a_scrape(daemon: Daemon) -> None:
+    host, port = daemon.ready["metrics"].split(":")
+    threads = psutil.Process(daemon.pid).num_threads()
+    with contextlib.ExitStack() as stack:
+        for _ in range(10 * CONNECTIONS_MAX):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+        assert scrape(daemon)["kvstore_draining"] == 0
+        assert psutil.Process(daemon.pid).num_threads() <= threads + 1
+        assert daemon.open_descriptors() < CONNECTIONS_MAX + 200
+    for request in (b"POST /metrics HTTP/1.1\r\n\r\n", b"GET /else HTTP/1.1\r\n\r\n", b"x" * 100_000):
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as peer,
+            contextlib.suppress(ConnectionError),
+        ):
+            peer.sendall(request)
+            assert peer.recv(4096)[:12] in (b"HTTP/1.1 405", b"HTTP/1.1 404", b"")
 
 
 def test_json_logs_have_a_line_per_call_with_its_request_id(tmp_path: Path) -> None:

@@ -8,39 +8,31 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from kvstore_service.daemon import directories
+from kvstore_service.daemon.disk import schema
+from kvstore_service.daemon.disk.ballast import Ballast
 from kvstore_service.daemon.logs import event
 from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
-CATALOG_VERSION = 1
 TENANT_KEY_BYTES = 32
+FOREVER_S = math.inf
 _OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, key BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS packs (
-  pack_id BLOB PRIMARY KEY, build BLOB NOT NULL, parent BLOB NOT NULL, fingerprint BLOB NOT NULL, tenant TEXT NOT NULL,
-  first_token INTEGER NOT NULL, tokens INTEGER NOT NULL, layers INTEGER NOT NULL, kinds TEXT NOT NULL,
-  file TEXT NOT NULL UNIQUE, file_bytes INTEGER NOT NULL, created_s REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS sidecars (
-  pack_id BLOB NOT NULL REFERENCES packs(pack_id), build BLOB NOT NULL, kind TEXT NOT NULL, parameters BLOB NOT NULL,
-  file TEXT NOT NULL UNIQUE, file_bytes INTEGER NOT NULL,
-  PRIMARY KEY (pack_id, build, kind, parameters)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS packs_by_parent ON packs(parent);
-CREATE TABLE IF NOT EXISTS pins (pack_id BLOB PRIMARY KEY) WITHOUT ROWID;
-"""
-_PACK_COLUMNS = (
-    "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file, file_bytes, created_s"
-)
+_TOUCHES_MAX = 1024  # uses that are remembered before they are written
+_SCAN_ROWS = 4096  # rows that one page looks at, so that no listing holds the lock for long
+_PACK_COLUMNS = "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes, created_s"
+_LISTED_COLUMNS = f"{_PACK_COLUMNS}, pinned_until_s, damage, last_used_s, importance"
 
 log = logging.getLogger("kvstored.catalog")
 
@@ -52,11 +44,62 @@ class SidecarRow:
     file_bytes: int
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Of one tenant or of all: how many packs, how many of them are damaged, and bytes."""
+
+    packs: int = 0
+    pack_bytes: int = 0
+    sidecar_bytes: int = 0
+    damaged: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.pack_bytes + self.sidecar_bytes
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What a tenant may hold; None: no limit of its own."""
+
+    nvme_bytes: int | None = None
+    dram_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A pack that may go. `keep_s` orders victims: last use, put off by importance."""
+
+    row: PackRow
+    keep_s: float
+
+
+@dataclass(frozen=True)
+class PackFilter:
+    """Which packs a listing shows; None: whatever. `used_before_s`: seconds since the epoch."""
+
+    tenant: str | None = None
+    damaged: bool | None = None
+    pinned: bool | None = None
+    used_before_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ListedPack:
+    row: PackRow
+    sidecars: tuple[str, ...]
+    pinned: bool
+    damaged: bool
+    last_used_s: float
+    importance: float
+
+
 class Catalog:
     """One connection under one lock. Holds `data_dir` exclusively until closed.
 
-    `damaged` holds packs whose file is gone, cut short or failed a check; they keep their rows until the same id is
-    committed anew, and are not served. `removed` names the leftovers that the start found."""
+    A pack is damaged if its file is gone, cut short or failed a check; it keeps its row until the same id is committed
+    anew, and is not served. `removed` names the leftovers that the start found. `on_gone` is told each row that ended
+    (evicted, or replaced by a new build), outside the lock."""
 
     def __init__(self, data_dir: Path) -> None:
         """FAILED_PRECONDITION if another daemon holds `data_dir` or a newer version wrote it."""
@@ -67,10 +110,14 @@ class Catalog:
             directories.require_own(directory)
         for name in ("lock", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
             directories.require_no_link(data_dir / name)
+        self.on_gone: Callable[[PackRow], None] = lambda row: None
+        self.on_damaged: Callable[[PackRow, str], None] = lambda row, reason: None
+        self._touched: dict[bytes, float] = {}
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             self._directory_lock = _hold(data_dir)
             undo.callback(os.close, self._directory_lock)
+            self.ballast = Ballast(data_dir)
             try:
                 self._db = sqlite3.connect(data_dir / "catalog.sqlite", isolation_level=None, check_same_thread=False)
                 undo.callback(self._db.close)
@@ -79,8 +126,8 @@ class Catalog:
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=FULL")
                 self._db.execute("PRAGMA foreign_keys=ON")
-                self._check_version(data_dir)
-                self.damaged, self.removed = self._reconcile()
+                schema.bring_up(self._db, data_dir)
+                self.removed = self._reconcile()
                 for directory in (data_dir, self.packs_dir, self.sidecars_dir):
                     sync_directory(directory)
             except sqlite3.DatabaseError as error:
@@ -88,45 +135,48 @@ class Catalog:
             undo.pop_all()
 
     def close(self) -> None:
+        with contextlib.suppress(sqlite3.Error), self._transaction() as db:  # how packs were used may be lost
+            self._write_touches(db)
         with self._lock:
             self._db.close()
             os.close(self._directory_lock)
 
-    def _check_version(self, data_dir: Path) -> None:
-        tables = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]
-        if tables:
-            row = self._db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
-            if row is not None and int(row[0]) > CATALOG_VERSION:
-                raise StoreError(
-                    "FAILED_PRECONDITION",
-                    f"{data_dir} was written by a newer kvstored (catalogue version {row[0]}, this one knows "
-                    f"{CATALOG_VERSION}); use that version or another data_dir",
-                )
-        self._db.executescript(_SCHEMA)
-        self._db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (str(CATALOG_VERSION),))
-
-    def _reconcile(self) -> tuple[dict[bytes, PackRow], list[str]]:
+    def _reconcile(self) -> list[str]:
         packs = {row.file: row for row in self.packs()}
         sidecars = {file for (file,) in self._db.execute("SELECT file FROM sidecars")}
-        damaged = [row for row in packs.values() if _size_of(self.packs_dir / row.file) != row.file_bytes]
+        for row in packs.values():
+            if _size_of(self.packs_dir / row.file) != row.file_bytes:
+                self.mark_damaged(row, "its file is gone or cut short")
         removed = []
         for path in self.data_files():
             if path.name not in (packs if path.parent == self.packs_dir else sidecars):
                 path.unlink()
                 removed.append(path.name)
-        return {row.ref.pack_id: row for row in damaged}, removed
+        return removed
+
+    # --- damage ---
 
     def mark_damaged(self, row: PackRow, reason: str) -> bool:
-        """A check of this build failed: the pack is served no more. False if it is not stored any more."""
-        with self._lock:
-            held = self._db.execute("SELECT build FROM packs WHERE pack_id = ?", (row.ref.pack_id,)).fetchone()
-            if held != (row.ref.build,):
+        """A check of this build failed: the pack is served no more, durably. False if it is not stored any more."""
+        name, build = row.ref.pack_id, row.ref.build
+        with self._transaction() as db:
+            held = db.execute("SELECT build, damage FROM packs WHERE pack_id = ?", (name,)).fetchone()
+            if held is None or held[0] != build:
                 return False
-            known = row.ref.pack_id in self.damaged
-            self.damaged[row.ref.pack_id] = row
-        if not known:
-            event(log, logging.ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file, reason=reason)
+            if held[1] is None:
+                db.execute("UPDATE packs SET damage = ? WHERE pack_id = ?", (reason, name))
+        if held[1] is None:
+            event(log, logging.ERROR, "pack damaged", pack_id=name.hex(), file=row.file, reason=reason)
+            self.on_damaged(row, reason)
         return True
+
+    def damaged(self, limit: int = -1) -> list[tuple[PackRow, str]]:
+        """Packs that are not served, in the order of their ids, each with the reason."""
+        query = f"SELECT damage, {_PACK_COLUMNS} FROM packs WHERE damage IS NOT NULL ORDER BY pack_id LIMIT ?"
+        with self._lock:
+            return [(_pack_row(row), reason) for reason, *row in self._db.execute(query, (limit,)).fetchall()]
+
+    # --- tenants ---
 
     def tenant_key(self, tenant: str) -> bytes:
         """The tenant's 32 random bytes, created with its first use. Pack ids are keyed by it."""
@@ -134,23 +184,59 @@ class Catalog:
             db.execute("INSERT OR IGNORE INTO tenants VALUES (?, ?)", (tenant, secrets.token_bytes(TENANT_KEY_BYTES)))
             return bytes(db.execute("SELECT key FROM tenants WHERE name = ?", (tenant,)).fetchone()[0])
 
+    def set_quota(self, tenant: str, quota: Quota) -> None:
+        """Durable on return. A quota without limits is none."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM quotas WHERE tenant = ?", (tenant,))
+            if quota != Quota():
+                db.execute("INSERT INTO quotas VALUES (?, ?, ?)", (tenant, quota.nvme_bytes, quota.dram_bytes))
+
+    def quotas(self) -> dict[str, Quota]:
+        with self._lock:
+            rows = self._db.execute("SELECT tenant, nvme_bytes, dram_bytes FROM quotas ORDER BY tenant").fetchall()
+        return {tenant: Quota(nvme_bytes, dram_bytes) for tenant, nvme_bytes, dram_bytes in rows}
+
+    def totals(self) -> Totals:
+        """Over all tenants, exact, in constant time."""
+        return self.totals_of(schema.EVERYONE)
+
+    def totals_of(self, tenant: str) -> Totals:
+        query = "SELECT packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant = ?"
+        with self._lock:
+            row = self._db.execute(query, (tenant,)).fetchone()
+        return Totals(*row) if row is not None else Totals()
+
+    def totals_by_tenant(self) -> dict[str, Totals]:
+        query = "SELECT tenant, packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant <> ? ORDER BY tenant"
+        with self._lock:
+            return {row[0]: Totals(*row[1:]) for row in self._db.execute(query, (schema.EVERYONE,)).fetchall()}
+
+    # --- packs ---
+
     def pack(self, pack_id: bytes) -> PackRow | None:
         """What can be served under this id. DATA_LOSS for a damaged pack."""
-        if pack_id in self.damaged:
+        row, damaged = self._select(pack_id)
+        if damaged:
             raise StoreError("DATA_LOSS", f"pack {pack_id.hex()} is damaged; write it again")
-        return self._select(pack_id)
+        return row
+
+    def served(self, pack_id: bytes) -> PackRow | None:
+        """Like `pack`, but a damaged pack is none."""
+        row, damaged = self._select(pack_id)
+        return None if damaged else row
 
     def any_pack(self, pack_id: bytes) -> PackRow:
         """The row, of a damaged pack too. NOT_FOUND."""
-        row = self._select(pack_id)
+        row, _ = self._select(pack_id)
         if row is None:
             raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored")
         return row
 
-    def _select(self, pack_id: bytes) -> PackRow | None:
+    def _select(self, pack_id: bytes) -> tuple[PackRow | None, bool]:
+        query = f"SELECT damage IS NOT NULL, {_PACK_COLUMNS} FROM packs WHERE pack_id = ?"
         with self._lock:
-            row = self._db.execute(f"SELECT {_PACK_COLUMNS} FROM packs WHERE pack_id = ?", (pack_id,)).fetchone()
-        return None if row is None else _pack_row(row)
+            row = self._db.execute(query, (pack_id,)).fetchone()
+        return (None, False) if row is None else (_pack_row(row[1:]), bool(row[0]))
 
     def packs(self, after: bytes = b"", limit: int = -1) -> list[PackRow]:
         """In the order of their ids, from the first one above `after`."""
@@ -158,34 +244,73 @@ class Catalog:
         with self._lock:
             return [_pack_row(row) for row in self._db.execute(query, (after, limit)).fetchall()]
 
-    def totals(self) -> tuple[int, int, int]:
-        """(packs, their bytes, bytes of packs and sidecars together)."""
+    def page(self, wanted: PackFilter, after: bytes = b"", limit: int = 1000) -> tuple[list[ListedPack], bytes | None]:
+        """Up to `limit` packs that pass the filter, in the order of their ids, and where the next page begins; None
+        after the last. A page may have fewer, even none, before the last: each looks at a bounded number of rows."""
+        conditions = ["pack_id > ?"]
+        if wanted.damaged:
+            conditions.append("damage IS NOT NULL")
+        if wanted.pinned:
+            conditions.append("pinned_until_s IS NOT NULL")
+        query = f"SELECT {_LISTED_COLUMNS} FROM packs WHERE {' AND '.join(conditions)} ORDER BY pack_id LIMIT ?"
+        look_at = limit if wanted == PackFilter() else _SCAN_ROWS
         with self._lock:
-            packs, pack_bytes = self._db.execute("SELECT count(*), coalesce(sum(file_bytes), 0) FROM packs").fetchone()
-            (sidecar_bytes,) = self._db.execute("SELECT coalesce(sum(file_bytes), 0) FROM sidecars").fetchone()
-        return packs, pack_bytes, pack_bytes + sidecar_bytes
+            rows = self._db.execute(query, (after, look_at)).fetchall()
+        found: list[ListedPack] = []
+        for row in map(self._listed, rows):
+            if _passes(row, wanted):
+                found.append(replace(row, sidecars=tuple(self.sidecar_kinds(row.row.ref.pack_id))))
+                if len(found) == limit:
+                    return found, row.row.ref.pack_id
+        return found, rows[-1][0] if len(rows) == look_at else None
+
+    def listed(self, pack_id: bytes) -> ListedPack:
+        """One pack as a listing shows it. NOT_FOUND."""
+        query = f"SELECT {_LISTED_COLUMNS} FROM packs WHERE pack_id = ?"
+        with self._lock:
+            row = self._db.execute(query, (pack_id,)).fetchone()
+        if row is None:
+            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored")
+        return replace(self._listed(row), sidecars=tuple(self.sidecar_kinds(pack_id)))
+
+    def _listed(self, values: Sequence[Any]) -> ListedPack:
+        """From the values of `_LISTED_COLUMNS`, without sidecars."""
+        *columns, pinned_until_s, damage, last_used_s, importance = values
+        row = _pack_row(columns)
+        used_s = max(last_used_s, self._touched.get(row.ref.pack_id, 0.0))
+        return ListedPack(row, (), (pinned_until_s or 0.0) > time.time(), damage is not None, used_s, importance)
 
     def commit_packs(self, rows: Sequence[PackRow]) -> list[PackRow | None]:
         """One transaction for rows whose files are durable. The answer has, in order, what the store holds now:
-        the row itself, the winner that had its id before, or None if the parent is gone. A damaged row gives way."""
-        winners: list[PackRow | None] = []
+        the row itself, the winner that had its id before, or None if the parent is gone. A damaged row gives way, and
+        its file and sidecars with it."""
+        gone: list[tuple[PackRow, list[str]]] = []
         with self._transaction() as db:
-            for row in rows:
-                parents = db.execute("SELECT count(*) FROM packs WHERE pack_id = ?", (row.parent,)).fetchone()[0]
-                if not parents and row.parent != NO_PARENT:
-                    winners.append(None)
-                    continue
-                if row.ref.pack_id in self.damaged:
-                    db.execute("DELETE FROM sidecars WHERE pack_id = ?", (row.ref.pack_id,))
-                    db.execute("DELETE FROM packs WHERE pack_id = ?", (row.ref.pack_id,))
-                marks = ", ".join("?" * 12)
-                db.execute(f"INSERT OR IGNORE INTO packs ({_PACK_COLUMNS}) VALUES ({marks})", _pack_values(row))
-                held = db.execute(f"SELECT {_PACK_COLUMNS} FROM packs WHERE pack_id = ?", (row.ref.pack_id,)).fetchone()
-                winners.append(_pack_row(held))
-        for row, winner in zip(rows, winners, strict=True):
-            if winner is not None and (replaced := self.damaged.pop(row.ref.pack_id, None)) is not None:
-                remove_file(self.packs_dir / replaced.file)
+            winners = [self._commit_pack(db, row, gone) for row in rows]
+        for replaced, sidecar_files in gone:
+            self._remove_files(replaced, sidecar_files)
         return winners
+
+    def _commit_pack(
+        self, db: sqlite3.Connection, row: PackRow, gone: list[tuple[PackRow, list[str]]]
+    ) -> PackRow | None:
+        name = row.ref.pack_id
+        if row.parent != NO_PARENT and not _exists(db, row.parent):
+            return None
+        held = db.execute(f"SELECT damage, {_PACK_COLUMNS} FROM packs WHERE pack_id = ?", (name,)).fetchone()
+        if held is None:
+            columns = f"{_PACK_COLUMNS}, last_used_s, children"
+            children = "(SELECT count(*) FROM packs WHERE parent = ?1)"
+            marks = ", ".join("?" * len(_pack_values(row)))
+            db.execute(f"INSERT INTO packs ({columns}) VALUES ({marks}, ?11, {children})", _pack_values(row))
+            return row
+        replaced = _pack_row(held[1:])
+        if held[0] is None:
+            return replaced
+        gone.append((replaced, _drop_sidecars(db, name)[0]))
+        columns = ", ".join(f"{column} = ?" for column in _PACK_COLUMNS.split(", "))
+        db.execute(f"UPDATE packs SET {columns}, damage = NULL WHERE pack_id = ?1", _pack_values(row))
+        return row
 
     def descendants(self, pack_id: bytes) -> list[PackRow]:
         """Every pack that continues this one, directly or not."""
@@ -203,36 +328,84 @@ class Catalog:
         Returns the bytes. NOT_FOUND; FAILED_PRECONDITION if it is pinned or another pack continues it."""
         name, build = row.ref.pack_id, row.ref.build
         with self._transaction() as db:
-            if db.execute("SELECT count(*) FROM pins WHERE pack_id = ?", (name,)).fetchone()[0]:
+            if self._pinned(db, name):
                 raise StoreError("FAILED_PRECONDITION", f"pack {name.hex()} is pinned; unpin it first")
-            children = db.execute("SELECT count(*) FROM packs WHERE parent = ?", (name,)).fetchone()[0]
-            if children:
-                reason = f"pack {name.hex()} is continued by {children} packs; evict its descendants with it"
-                raise StoreError("FAILED_PRECONDITION", reason)
-            found = db.execute("SELECT file, file_bytes FROM sidecars WHERE pack_id = ?", (name,)).fetchall()
-            db.execute("DELETE FROM sidecars WHERE pack_id = ?", (name,))
-            if not db.execute("DELETE FROM packs WHERE pack_id = ? AND build = ?", (name, build)).rowcount:
+            held = db.execute("SELECT children FROM packs WHERE pack_id = ? AND build = ?", (name, build)).fetchone()
+            if held is None:
                 raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored")
-        self.damaged.pop(name, None)
-        remove_file(self.packs_dir / row.file)
-        for file, _ in found:
-            remove_file(self.sidecars_dir / file)
-        return row.file_bytes + sum(size for _, size in found)
+            if held[0]:
+                reason = f"pack {name.hex()} is continued by {held[0]} packs; evict its descendants with it"
+                raise StoreError("FAILED_PRECONDITION", reason)
+            sidecar_files, sidecar_bytes = _drop_sidecars(db, name)
+            db.execute("DELETE FROM packs WHERE pack_id = ?", (name,))
+        self._remove_files(row, sidecar_files)
+        return row.file_bytes + sidecar_bytes
 
-    def pin(self, pack_ids: Iterable[bytes], pinned: bool) -> None:
-        """All or none; durable on return. NOT_FOUND if a pack to be pinned is not stored."""
+    def _remove_files(self, row: PackRow, sidecar_files: Iterable[str]) -> None:
+        """What a row stood for that is no more."""
+        self.on_gone(row)
+        remove_file(self.packs_dir / row.file)
+        for file in sidecar_files:
+            remove_file(self.sidecars_dir / file)
+
+    # --- use, importance, pins: what is kept and what goes first ---
+
+    def touch(self, pack_ids: Iterable[bytes], now_s: float) -> None:
+        """The packs are used now (seconds since the epoch). Written in batches: a crash forgets the latest uses."""
+        with self._lock:
+            self._touched.update(dict.fromkeys(pack_ids, now_s))
+            if len(self._touched) < _TOUCHES_MAX:
+                return
+        with self._transaction() as db:
+            self._write_touches(db)
+
+    def _write_touches(self, db: sqlite3.Connection) -> None:
+        touched = [(now_s, name) for name, now_s in self._touched.items()]
+        db.executemany("UPDATE packs SET last_used_s = max(last_used_s, ?) WHERE pack_id = ?", touched)
+        self._touched.clear()
+
+    def set_importance(self, importance: Mapping[bytes, float]) -> None:
+        """From 0 to 1 per pack id; ids that are not stored do not matter."""
+        with self._transaction() as db:
+            values = [(value, name) for name, value in importance.items()]
+            db.executemany("UPDATE packs SET importance = ? WHERE pack_id = ?", values)
+
+    def victims(self, limit: int, tenant: str | None = None, after: Victim | None = None) -> list[Victim]:
+        """The packs to go first, of one tenant or of all, after the one before: continued by none, not pinned; in the
+        order of their last use, where importance counts as later use."""
+        conditions = ["children = 0", "pinned_until_s IS NULL"]
+        if tenant is not None:
+            conditions.append("tenant = :tenant")
+        if after is not None:
+            conditions.append("(keep_s, pack_id) > (:keep_s, :pack_id)")
+        query = f"""SELECT keep_s, {_PACK_COLUMNS} FROM packs WHERE {" AND ".join(conditions)}
+                    ORDER BY keep_s, pack_id LIMIT :limit"""
+        values = {"tenant": tenant, "limit": limit, "keep_s": after and after.keep_s,
+                  "pack_id": after and after.row.ref.pack_id}  # fmt: skip
+        with self._transaction() as db:
+            self._write_touches(db)
+            db.execute("UPDATE packs SET pinned_until_s = NULL WHERE pinned_until_s <= ?", (time.time(),))
+            return [Victim(_pack_row(row), keep_s) for keep_s, *row in db.execute(query, values).fetchall()]
+
+    def pin(self, pack_ids: Iterable[bytes], pinned: bool, until_s: float = FOREVER_S) -> None:
+        """All or none, until a time in seconds since the epoch; durable on return. NOT_FOUND if a pack to be pinned is
+        not stored."""
         with self._transaction() as db:
             for name in pack_ids:
-                if not pinned:
-                    db.execute("DELETE FROM pins WHERE pack_id = ?", (name,))
-                    continue
-                if not db.execute("SELECT count(*) FROM packs WHERE pack_id = ?", (name,)).fetchone()[0]:
+                if pinned and not _exists(db, name):
                     raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored")
-                db.execute("INSERT OR IGNORE INTO pins VALUES (?)", (name,))
+                until = until_s if pinned else None
+                db.execute("UPDATE packs SET pinned_until_s = ? WHERE pack_id = ?", (until, name))
 
     def is_pinned(self, pack_id: bytes) -> bool:
         with self._lock:
-            return bool(self._db.execute("SELECT count(*) FROM pins WHERE pack_id = ?", (pack_id,)).fetchone()[0])
+            return self._pinned(self._db, pack_id)
+
+    def _pinned(self, db: sqlite3.Connection, pack_id: bytes) -> bool:
+        query = "SELECT count(*) FROM packs WHERE pack_id = ? AND pinned_until_s > ?"
+        return bool(db.execute(query, (pack_id, time.time())).fetchone()[0])
+
+    # --- files and sidecars ---
 
     def data_files(self) -> list[Path]:
         """Every file under packs/ and sidecars/."""
@@ -241,9 +414,8 @@ class Catalog:
     def files(self) -> dict[Path, int]:
         """Every file that a row stands for, with its size in bytes."""
         with self._lock:
-            packs = self._db.execute("SELECT file, file_bytes FROM packs").fetchall()
             found = self._db.execute("SELECT file, file_bytes FROM sidecars").fetchall()
-        sizes = {self.packs_dir / file: size for file, size in packs}
+        sizes = {self.packs_dir / row.file: row.file_bytes for row in self.packs()}
         return sizes | {self.sidecars_dir / file: size for file, size in found}
 
     def sidecar(self, key: SidecarKey) -> SidecarRow | None:
@@ -257,8 +429,16 @@ class Catalog:
 
     def sidecar_kinds(self, pack_id: bytes) -> list[str]:
         with self._lock:
-            rows = self._db.execute("SELECT DISTINCT kind FROM sidecars WHERE pack_id = ? ORDER BY kind", (pack_id,))
-            return [kind for (kind,) in rows.fetchall()]
+            return self._kinds_of(pack_id)
+
+    def _kinds_of(self, pack_id: bytes) -> list[str]:
+        rows = self._db.execute("SELECT DISTINCT kind FROM sidecars WHERE pack_id = ? ORDER BY kind", (pack_id,))
+        return [kind for (kind,) in rows.fetchall()]
+
+    def sidecar_count(self, pack_id: bytes) -> int:
+        with self._lock:
+            (count,) = self._db.execute("SELECT count(*) FROM sidecars WHERE pack_id = ?", (pack_id,)).fetchone()
+        return int(count)
 
     def commit_sidecar(self, row: SidecarRow) -> SidecarRow:
         """The row of a file that is durable, or the one that was there before."""
@@ -339,17 +519,41 @@ def _size_of(path: Path) -> int:
         return -1
 
 
+def _exists(db: sqlite3.Connection, pack_id: bytes) -> bool:
+    return db.execute("SELECT 1 FROM packs WHERE pack_id = ?", (pack_id,)).fetchone() is not None
+
+
+def _drop_sidecars(db: sqlite3.Connection, pack_id: bytes) -> tuple[list[str], int]:
+    """(files that no row names any more, their bytes)."""
+    found = db.execute("SELECT file, file_bytes FROM sidecars WHERE pack_id = ?", (pack_id,)).fetchall()
+    db.execute("DELETE FROM sidecars WHERE pack_id = ?", (pack_id,))
+    return [file for file, _ in found], sum(size for _, size in found)
+
+
+def _passes(listed: ListedPack, wanted: PackFilter) -> bool:
+    return (
+        wanted.tenant in (None, listed.row.tenant)
+        and wanted.damaged in (None, listed.damaged)
+        and wanted.pinned in (None, listed.pinned)
+        and (wanted.used_before_s is None or listed.last_used_s < wanted.used_before_s)
+    )
+
+
 def _pack_values(row: PackRow) -> tuple[bytes | str | int | float, ...]:
     kinds = json.dumps([[kind.lanes, kind.d, kind.dtype, kind.record_bytes] for kind in row.layout.kinds])
     return (
         row.ref.pack_id, row.ref.build, row.parent, row.layout.fingerprint, row.tenant, row.ref.first_token,
-        row.ref.tokens, row.layout.layers, kinds, row.file, row.file_bytes, row.created_s,
+        row.ref.tokens, row.layout.layers, kinds, row.file_bytes, row.created_s,
     )  # fmt: skip
 
 
-def _pack_row(values: Iterable[object]) -> PackRow:
-    columns: Iterator[object] = iter(values)
-    (pack_id, build, parent, fingerprint, tenant, first, tokens, layers, kinds, file, file_bytes, created_s) = columns
-    layout = Layout(fingerprint, layers, tuple(KindSpec(*kind) for kind in json.loads(kinds)))  # type: ignore[arg-type]
-    ref = PackRef(pack_id, build, first, tokens)  # type: ignore[arg-type]
-    return PackRow(ref, parent, layout, tenant, file, file_bytes, created_s)  # type: ignore[arg-type]
+def _pack_row(values: Sequence[Any]) -> PackRow:
+    """From the values of `_PACK_COLUMNS`."""
+    pack_id, build, parent, fingerprint, tenant, first, tokens, layers, kinds, file_bytes, created_s = values
+    ref = PackRef(pack_id, build, first, tokens)
+    return PackRow(ref, parent, _layout(fingerprint, layers, kinds), tenant, file_bytes, created_s)
+
+
+@lru_cache(maxsize=256)
+def _layout(fingerprint: bytes, layers: int, kinds: str) -> Layout:
+    return Layout(fingerprint, layers, tuple(KindSpec(*kind) for kind in json.loads(kinds)))

@@ -1,6 +1,6 @@
 """The fd broker: a SEQPACKET socket that says who a peer is, and passes descriptors to it and from it.
 
-    {"verb": "hello", "name": N}       -> {"token": T}
+    {"verb": "hello", "name": N}       -> {"token": T}; with "role": "operator" for a peer that administers only
     {"verb": "take", "transfer": X}    -> {"count": C} + C descriptors
     {"verb": "offer"} + 1 descriptor   -> {"transfer": X}
     anything refused                   -> {"error": "..."}, and the connection ends if no hello came before it
@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +31,16 @@ from kvstore_service.daemon import directories
 from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.shared import memory
-from kvstore_service.shared.types import StoreError
+from kvstore_service.shared.types import StoreError, Violation
 
 MESSAGE_BYTES_MAX = 4096
 DESCRIPTORS_MAX = 253  # SCM_MAX_FD
-CONNECTIONS_MAX = 128
+CONNECTIONS_MAX = 512
+USER_CONNECTIONS_MAX = 96
+ADMIN_CONNECTIONS = 64  # of CONNECTIONS_MAX, kept for those who may administer
 TRANSFERS_MAX = 64  # per connection
+TRANSFER_BYTES_MAX = 1 << 30  # that wait for one connection to take them; one sidecar can have as many
+USER_TRANSFER_BYTES_MAX = 2 << 30  # that wait for all connections of a user
 HELLO_S = 3.0
 TRANSFER_S = 60.0
 _TICK_S = 0.5
@@ -50,6 +55,7 @@ class _Transfer:
     fds: list[int]
     inbound: bool
     expires_s: float
+    size_bytes: int = 0  # of memory that lives by the transfer alone
 
 
 @dataclass(eq=False)
@@ -63,21 +69,69 @@ class _Connection:
     transfers: dict[str, _Transfer] = field(default_factory=dict)
 
 
+def _waiting_bytes(connection: _Connection) -> int:
+    return sum(transfer.size_bytes for transfer in connection.transfers.values())
+
+
+def _require_room(subject: str, wanted: int, most: int) -> None:
+    if wanted > most:
+        raise StoreError(
+            "RESOURCE_EXHAUSTED",
+            f"{subject}: {wanted} would wait to be taken, at most {most} may; take them first",
+            retry_after_s=1.0,
+            violations=[Violation(subject, f"at most {most}")],
+            reason="LIMIT_REACHED",
+        )
+
+
+class Room:
+    """A transfer to be."""
+
+    def __init__(self, lock: threading.Lock, connection: _Connection, name: str) -> None:
+        self._lock = lock
+        self._connection = connection
+        self._name = name
+
+    def give(self, fds: Sequence[int]) -> str:
+        """Offers descriptors to the worker; takes them over. Returns the transfer's id. INVALID_ARGUMENT for too many,
+        UNAUTHENTICATED if the worker has left; they are then still the caller's."""
+        if len(fds) > DESCRIPTORS_MAX:
+            raise StoreError("INVALID_ARGUMENT", f"{len(fds)} descriptors; a transfer has at most {DESCRIPTORS_MAX}")
+        with self._lock:
+            transfer = self._connection.transfers.get(self._name)
+            if transfer is None:
+                raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended", reason="TOKEN_UNKNOWN")
+            transfer.fds = list(fds)
+            transfer.expires_s = time.monotonic() + TRANSFER_S
+        return self._name
+
+    def close(self) -> None:
+        """Gives the room up if nothing was given."""
+        with self._lock:
+            transfer = self._connection.transfers.get(self._name)
+            if transfer is not None and not transfer.fds:
+                del self._connection.transfers[self._name]
+
+
 class Broker:
     """One thread serves all connections; releases run beside it, so that a slow one delays nobody.
 
-    `admit(uid, pid, name)` makes a worker of a peer that said hello; `release(worker)` is called once, when its
-    connection has ended."""
+    `admit(uid, pid, name, operator)` makes a worker of a peer that said hello; `release(worker)` is called once, when
+    its connection has ended."""
 
     def __init__(
         self,
         path: Path,
         allow_uids: frozenset[int],
-        admit: Callable[[int, int, str], Worker],
+        admin_uids: frozenset[int],
+        group: int | None,
+        admit: Callable[[int, int, str, bool], Worker],
         release: Callable[[Worker], None],
     ) -> None:
         self._path = path
         self._allow_uids = allow_uids
+        self._admin_uids = admin_uids
+        self._group = group
         self._admit = admit
         self._release = release
         self._lock = threading.Lock()
@@ -93,7 +147,7 @@ class Broker:
 
     def start(self) -> None:
         self._listener.bind(str(self._path))
-        os.chmod(self._path, socket_mode(self._allow_uids))
+        open_to(self._path, self._group)
         self._listener.listen(CONNECTIONS_MAX)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._waker, selectors.EVENT_READ)
@@ -113,18 +167,34 @@ class Broker:
 
     def give(self, token: str, fds: Sequence[int]) -> str:
         """Offers descriptors to the worker; takes them over, whatever happens. Returns the transfer's id."""
-        owned = list(fds)
-        if len(owned) > DESCRIPTORS_MAX:
-            _close(owned)
-            raise StoreError("INVALID_ARGUMENT", f"{len(owned)} descriptors; a transfer has at most {DESCRIPTORS_MAX}")
+        try:
+            with self.room(token, 0) as room:
+                return room.give(fds)
+        except StoreError:
+            _close(fds)
+            raise
+
+    @contextlib.contextmanager
+    def room(self, token: str, size_bytes: int) -> Iterator["Room"]:
+        """Room for one transfer of so many bytes, kept before they are made; what is not given is given up.
+
+        UNAUTHENTICATED, or RESOURCE_EXHAUSTED while too much waits to be taken."""
         with self._lock:
             connection = self._connections.get(token)
-            if connection is not None and len(connection.transfers) < TRANSFERS_MAX:
-                return _put(connection, owned, inbound=False)
-        _close(owned)
-        if connection is None:
-            raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended")
-        raise StoreError("RESOURCE_EXHAUSTED", f"{TRANSFERS_MAX} transfers wait to be taken", retry_after_s=1.0)
+            if connection is None:
+                raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended", reason="TOKEN_UNKNOWN")
+            user = [other for other in self._connections.values() if other.uid == connection.uid]
+            user_bytes = sum(_waiting_bytes(other) for other in user)
+            _require_room("transfers", len(connection.transfers) + 1, TRANSFERS_MAX)
+            _require_room("bytes of transfers", _waiting_bytes(connection) + size_bytes, TRANSFER_BYTES_MAX)
+            _require_room(f"bytes of user id {connection.uid}", user_bytes + size_bytes, USER_TRANSFER_BYTES_MAX)
+            name = secrets.token_hex(16)
+            connection.transfers[name] = _Transfer([], False, math.inf, size_bytes)
+        room = Room(self._lock, connection, name)
+        try:
+            yield room
+        finally:
+            room.close()
 
     def receive(self, token: str, transfer: str) -> int:
         """The descriptor that the worker offered under this id; the caller owns it. NOT_FOUND."""
@@ -191,11 +261,11 @@ class Broker:
     def _refusal(self, uid: int) -> str:
         if uid not in self._allow_uids:
             return f"user id {uid} is not in allow_uids"
-        if (
-            sum(isinstance(key.fileobj, socket.socket) for key in self._selector.get_map().values()) - 2
-            >= CONNECTIONS_MAX
-        ):
-            return f"{CONNECTIONS_MAX} connections are open"
+        peers = {key.data for key in self._selector.get_map().values() if key.data is not None}
+        if sum(peer.uid == uid for peer in peers) >= USER_CONNECTIONS_MAX:
+            return f"{USER_CONNECTIONS_MAX} connections of user id {uid} are open"
+        if len(peers) >= CONNECTIONS_MAX - (0 if uid in self._admin_uids else ADMIN_CONNECTIONS):
+            return f"{len(peers)} connections are open"
         return ""
 
     def _answer(self, connection: _Connection) -> bool:
@@ -239,17 +309,16 @@ class Broker:
             if verb != "hello" or fds:
                 raise StoreError("UNAUTHENTICATED", "say hello first")
             # Names stand in logs and in answers to operators.
-            return self._hello(
-                connection, re.sub(r"[^\w.:@-]", "?", str(message.get("name", ""))[:64], flags=re.ASCII)
-            ), []
+            name = re.sub(r"[^\w.:@-]", "?", str(message.get("name", ""))[:64], flags=re.ASCII)
+            return self._hello(connection, name, message.get("role") == "operator"), []
         if verb == "take":
             return self._take(connection, str(message.get("transfer", "")))
         if verb == "offer":
             return self._offer(connection, fds), []
         raise StoreError("INVALID_ARGUMENT", f"unknown verb {verb!r}; take or offer")
 
-    def _hello(self, connection: _Connection, name: str) -> dict[str, object]:
-        worker = self._admit(connection.uid, connection.pid, name)
+    def _hello(self, connection: _Connection, name: str, operator: bool) -> dict[str, object]:
+        worker = self._admit(connection.uid, connection.pid, name, operator)
         connection.worker = worker
         with self._lock:
             self._connections[worker.token] = connection
@@ -258,7 +327,7 @@ class Broker:
     def _take(self, connection: _Connection, transfer_id: str) -> tuple[dict[str, object], list[int]]:
         with self._lock:
             transfer = connection.transfers.get(transfer_id)
-            if transfer is None or transfer.inbound:
+            if transfer is None or transfer.inbound or not transfer.fds:
                 raise StoreError("NOT_FOUND", f"no transfer {transfer_id!r} waits for this connection")
             del connection.transfers[transfer_id]
         return {"count": len(transfer.fds)}, transfer.fds
@@ -269,7 +338,9 @@ class Broker:
         with self._lock:
             if len(connection.transfers) >= TRANSFERS_MAX:
                 raise StoreError("RESOURCE_EXHAUSTED", f"{TRANSFERS_MAX} transfers are open")
-            return {"transfer": _put(connection, [fds.pop()], inbound=True)}
+            name = secrets.token_hex(16)
+            connection.transfers[name] = _Transfer([fds.pop()], True, time.monotonic() + TRANSFER_S)
+        return {"transfer": name}
 
     def _expire(self, now_s: float) -> None:
         with self._lock:
@@ -327,15 +398,12 @@ def claim_path(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def socket_mode(allow_uids: frozenset[int]) -> int:
-    """Open to others only if some are allowed; each is then judged by its credentials or its token."""
-    return 0o600 if allow_uids == {os.getuid()} else 0o666
-
-
-def _put(connection: _Connection, fds: list[int], inbound: bool) -> str:
-    name = secrets.token_hex(16)
-    connection.transfers[name] = _Transfer(fds, inbound, time.monotonic() + TRANSFER_S)
-    return name
+def open_to(path: Path, group: int | None) -> None:
+    """Lets the group's members connect, or nobody but the owner (and root)."""
+    os.chmod(path, 0o600)
+    if group is not None:
+        os.chown(path, -1, group)
+        os.chmod(path, 0o660)
 
 
 def _parse(text: bytes) -> dict[str, object]:

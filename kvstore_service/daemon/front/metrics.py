@@ -1,13 +1,19 @@
-"""Prometheus on loopback: the store's own counters, read when they are asked for."""
+"""What Prometheus sees: the store's own counters, read when they are asked for."""
 
-from collections.abc import Callable, Iterable
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from kvstore_service.shared.types import StoreError
+from kvstore_service.daemon.front.latencies import Histogram
 
 # What rises and falls, then what only rises; the names of `kvctl status` and, with kvstore_ before them, of Prometheus.
 GAUGES = {
@@ -46,8 +52,10 @@ COUNTERS = {
     "nvme_read_bytes": "bytes read from packs",
     "nvme_read_ops": "reads of packs",
     "nvme_write_bytes": "bytes written to packs",
-    "packs_evicted": "packs removed by an operator",
+    "packs_evicted": "packs removed",
     "packs_evicted_bytes": "bytes that this freed",
+    "packs_evicted_operator": "packs removed by an operator",
+    "packs_evicted_room": "packs removed by the daemon itself, for others",
     "promotes_dropped": "hints to read ahead that were not followed",
     "records_copied": "records copied into windows",
     "reserve_exists": "reservations that found the pack committed already",
@@ -60,47 +68,89 @@ COUNTERS = {
     "store_bytes": "bytes of records taken from staging",
     "tickets": "tickets taken from rings",
     "uploads_expired": "uploads aborted because their worker had made no progress",
+    "uses_lost": "uses of packs that a full disk did not let be kept; eviction goes by the others",
     "wakes": "times that a copy thread woke a worker",
     "warm_bytes": "bytes read ahead by importance hints, part of nvme_read_bytes",
 }
+LIMITS = {
+    "dram_bytes": "of the DRAM tier",
+    "nvme_bytes": "for stored_bytes",
+    "sessions_max": "for sessions",
+    "slots_max": "for bound_slots",
+    "workers_max": "for workers",
+}
+PER_USER = {
+    "user_sessions": "open sessions of a user id",
+    "user_worker_bytes": "memory of a user id's workers: windows, staging, rings",
+    "user_workers": "workers of a user id",
+}
+HISTOGRAMS = {
+    "call_seconds": "calls that were answered, by class: lookup, commit, bind, sidecar, other",
+    "plane_seconds": "work of the data plane, by class: tickets from their taking to their last cell, disk reads",
+}
+OTHERS = {
+    "build_info": "1, with the version as label",
+    "process_*": "memory, processor time, descriptors and start of the daemon's process",
+}
+USERS_SHOWN_MAX = 64  # user ids that get series of their own; the rest are summed as `other`
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Where the figures come from. `users`: {user id: {name of PER_USER: value}}; `plane` and `calls`: histograms."""
+
+    counters: Callable[[], Mapping[str, int]]
+    limits: Mapping[str, int]
+    users: Callable[[], Mapping[int, Mapping[str, int]]]
+    calls: Callable[[], Mapping[str, Histogram]]
+    plane: Callable[[], Mapping[str, Histogram]]
+    version: str
+
+
+def registry(measures: Measures) -> CollectorRegistry:
+    made = CollectorRegistry()
+    made.register(StoreCollector(measures))
+    ProcessCollector(registry=made)
+    return made
 
 
 class StoreCollector(Collector):
     """kvstore_NAME for what rises and falls, kvstore_NAME_total for what only rises."""
 
-    def __init__(self, counters: Callable[[], dict[str, int]]) -> None:
-        self._counters = counters
+    def __init__(self, measures: Measures) -> None:
+        self._measures = measures
 
     def collect(self) -> Iterable[Metric]:
-        values = self._counters()
+        values = self._measures.counters()
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(f"kvstore_{name}", text, value=values[name])
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"kvstore_{name}", text, value=values[name])
+        for name, text in LIMITS.items():
+            yield GaugeMetricFamily(f"kvstore_limit_{name}", f"limit {text}", value=self._measures.limits[name])
+        yield from self._of_users()
+        yield _histogram("call_seconds", self._measures.calls())
+        yield _histogram("plane_seconds", self._measures.plane())
+        yield InfoMetricFamily("kvstore_build", OTHERS["build_info"], value={"version": self._measures.version})
+
+    def _of_users(self) -> Iterable[Metric]:
+        users = self._measures.users()
+        shown = sorted(users)[:USERS_SHOWN_MAX]
+        for name, text in PER_USER.items():
+            family = GaugeMetricFamily(f"kvstore_{name}", text, labels=["uid"])
+            for uid in shown:
+                family.add_metric([str(uid)], users[uid][name])
+            if len(users) > len(shown):
+                family.add_metric(["other"], sum(users[uid][name] for uid in users if uid not in shown))
+            yield family
 
 
-class MetricsServer:
-    """Serves `address` (HOST:PORT; port 0 = any) until closed; `off` serves nothing."""
-
-    def __init__(self, address: str, counters: Callable[[], dict[str, int]]) -> None:
-        self.address = "off"
-        self._server: WSGIServer | None = None
-        if address == "off":
-            return
-        host, _, port = address.rpartition(":")
-        registry = CollectorRegistry()
-        registry.register(StoreCollector(counters))
-        try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
-        except OSError as error:
-            raise StoreError(
-                "FAILED_PRECONDITION", f"metrics_addr={address}: {error.strerror}; give another port, or off"
-            ) from error
-        self.address = f"{host}:{self._server.server_port}"
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join(timeout=5.0)
-            self._server = None
+def _histogram(name: str, measured: Mapping[str, Histogram]) -> Metric:
+    family = HistogramMetricFamily(f"kvstore_{name}", HISTOGRAMS[name], labels=["class"])
+    for kind, (bounds_us, counts, sum_us) in sorted(measured.items()):
+        reached, buckets = 0, []
+        for bound, count in zip([*(str(bound_us / 1e6) for bound_us in bounds_us), "+Inf"], counts, strict=True):
+            reached += count
+            buckets.append((bound, reached))
+        family.add_metric([kind], buckets, sum_us / 1e6)
+    return family

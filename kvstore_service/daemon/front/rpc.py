@@ -1,239 +1,271 @@
-"""What holds for every call of the daemon: a token, a deadline, one answer per idempotency key, and typed errors."""
+"""The gate before every call: who calls and until when is judged by the metadata, before a byte of the request is
+awaited; then one answer per idempotency key, and typed errors.
 
+A call passes  1. identity and deadline  2. its place among the calls in flight  3. its caller's turn
+               4. its request, which has to come soon  5. a thread of its lane.
+Steps 1 to 4 hold no thread.
+"""
+
+import asyncio
 import errno
-import hashlib
 import logging
 import re
 import secrets
 import sqlite3
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from kvstore_service.daemon import logs
-from kvstore_service.daemon.store.registry import Registry, Worker
+from kvstore_service.daemon.front import fields, health
+from kvstore_service.daemon.front.call import ANYBODY, Call, Caller
+from kvstore_service.daemon.front.lanes import OPEN, OPERATORS, STREAMS, WORKERS, Lane, Place
+from kvstore_service.daemon.front.replies import Replies
+from kvstore_service.daemon.store.registry import Registry
 from kvstore_service.shared.types import StoreError
 
 TOKEN_ENTRY = "kvstore-token"
 REQUEST_ID_ENTRY = "kvstore-request-id"
 DEADLINE_S_MAX = 24 * 3600.0
-REPLIES_MAX = 256  # per worker
+REQUEST_S = 5.0  # for a request to come, once its turn is there
 MESSAGE_BYTES_MAX = 4 << 20
-ITEMS_MAX = 16384  # of a repeated message
-IDEMPOTENCY_KEY_MAX = 128
 ERROR_LETTERS_MAX = 1000
-_OPEN = "/grpc.health.v1."
+DOMAIN = "kvstore"
 _WORKERS = "/kvstore.v1.StoreService/"
 _ADMIN = "/kvstore.v1.AdminService/"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_T = TypeVar("_T")
 
 log = logging.getLogger("kvstored.rpc")
 
-
-def caller(context: grpc.ServicerContext, registry: Registry) -> Worker:
-    """The worker whose token the call carries. UNAUTHENTICATED."""
-    token = dict(context.invocation_metadata()).get(TOKEN_ENTRY)
-    if not token:
-        raise StoreError("UNAUTHENTICATED", f"metadata {TOKEN_ENTRY} is missing; the broker hands it out")
-    return registry.worker(token)
+_Guarded = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]
 
 
-class Replies:
-    """The latest answers of each worker's mutations, by idempotency key. A repeated call gets the first one's answer,
-    and waits for it if it is still under way; failures are not kept."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._answers: dict[str, OrderedDict[tuple[str, str], tuple[bytes, Future[Message]]]] = {}
-
-    def once(self, token: str, method: str, request: Any, act: Callable[[], Message], timeout_s: float) -> Message:
-        digest = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
-        name = (method, request.idempotency_key)
-        with self._lock:
-            answers = self._answers.setdefault(token, OrderedDict())
-            first = answers.get(name)
-            if first is None:
-                future: Future[Message] = Future()
-                answers[name] = (digest, future)
-                while len(answers) > REPLIES_MAX:
-                    answers.popitem(last=False)
-        if first is not None:
-            return _repeat(first, digest, timeout_s)
-        try:
-            future.set_result(act())
-        except BaseException as error:
-            with self._lock:
-                answers.pop(name, None)
-            future.set_exception(error)
-            raise
-        return future.result()
-
-    def forget(self, worker: Worker) -> None:
-        with self._lock:
-            self._answers.pop(worker.token, None)
-
-
-def _repeat(first: tuple[bytes, Future[Message]], digest: bytes, timeout_s: float) -> Message:
-    if first[0] != digest:
-        raise StoreError("INVALID_ARGUMENT", "the idempotency key was used with another request")
-    try:
-        return first[1].result(timeout_s)
-    except FutureTimeout:
-        raise StoreError("DEADLINE_EXCEEDED", "the first call with this idempotency key is still under way") from None
-
-
-class Gate(grpc.ServerInterceptor):
-    """Stands before every method but health's. Who calls is settled before the request is decoded: of a refused call
-    nothing but its metadata is read."""
+class Gate(grpc.aio.ServerInterceptor):
+    """Stands before every method. Belongs to one event loop."""
 
     def __init__(
-        self, registry: Registry, replies: Replies, worker_uids: frozenset[int], admin_uids: frozenset[int]
+        self,
+        registry: Registry,
+        replies: Replies,
+        worker_uids: frozenset[int],
+        admin_uids: frozenset[int],
+        observe: Callable[[str, float], None] = lambda method, took_s: None,
     ) -> None:
+        """`observe(method, seconds)` is called for every call that was answered."""
         self._registry = registry
         self._replies = replies
         self._worker_uids = worker_uids
         self._admin_uids = admin_uids
+        self._observe = observe
+        self._workers = Lane("rpc", WORKERS)
+        self._operators = Lane("operator", OPERATORS)
+        self._streams = Lane("stream", STREAMS)
+        self._open = Lane("health", OPEN)
 
-    def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
-        handler = continuation(details)
-        if handler is None or details.method.startswith(_OPEN):
-            return handler
-        kind = "_".join(
-            "stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)
-        )
-        wrap = self._stream if handler.response_streaming else self._unary
-        guarded = wrap(details.method, getattr(handler, kind), _decoder(handler))
-        # Without a deserialiser gRPC hands the bytes on as they came.
-        return getattr(grpc, f"{kind}_rpc_method_handler")(guarded, None, handler.response_serializer)
+    def close(self) -> None:
+        """After the server has stopped; returns when no handler runs any more."""
+        for lane in (self._workers, self._operators, self._streams, self._open):
+            lane.close()
 
-    def _unary(
-        self, method: str, behaviour: Callable[..., Message], decode: Callable[[Any], Any]
-    ) -> Callable[..., Message]:
-        def call(received: Any, context: grpc.ServicerContext) -> Message:
-            def act() -> Message:
-                token = self._check(method, context)
-                request = decode(received)
-                key = getattr(request, "idempotency_key", "")
-                if len(key) > IDEMPOTENCY_KEY_MAX:
-                    raise StoreError(
-                        "INVALID_ARGUMENT", f"an idempotency key has at most {IDEMPOTENCY_KEY_MAX} letters"
-                    )
-                if key:
-                    timeout_s = min(context.time_remaining(), DEADLINE_S_MAX)
-                    return self._replies.once(token, method, request, lambda: behaviour(request, context), timeout_s)
-                return behaviour(request, context)
+    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(details)
+        if handler is None or details.method == health.METHODS + "Watch":
+            return None  # UNIMPLEMENTED
+        # To gRPC every method is one of streams of bytes: it then reads a request when it is asked to, not before.
+        return grpc.stream_stream_rpc_method_handler(self._guarded(details.method, handler))
 
-            return _answered(method, context, act)
+    def _guarded(self, method: str, handler: grpc.RpcMethodHandler) -> _Guarded:
+        many = handler.request_streaming or handler.response_streaming
+        if method.startswith(health.METHODS):
+            lane = self._open
+        else:
+            lane = self._streams if many else self._workers if method.startswith(_WORKERS) else self._operators
 
-        return call
+        async def guarded(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            call = Call(method, _request_id(context), time.monotonic(), ANYBODY)
+            try:
+                call.deadline_s += _time_remaining(context, mandatory=lane is not self._open)
+                if lane is not self._open:
+                    call.caller = self._judge(method, context)
+                async with lane.place(call.caller) as place, asyncio.timeout(call.time_remaining()):
+                    if handler.request_streaming:
+                        await _converse(handler, requests, context)
+                    else:
+                        await place.take_turn()
+                        request = await _only(requests)
+                        answer = self._stream if handler.response_streaming else self._unary
+                        await answer(call, handler, request, context, place)
+                took_s = time.monotonic() - call.began_s
+                self._observe(method, took_s)
+                _log(call, logging.DEBUG, "answered")
+            except asyncio.CancelledError:
+                call.cancelled = True
+                raise
+            except grpc.aio.AbortError:
+                raise
+            except TimeoutError:
+                await _refuse(call, StoreError("DEADLINE_EXCEEDED", "the call's deadline has passed"), context)
+            except Exception as error:
+                await _refuse(call, error, context)
 
-    def _stream(
-        self, method: str, behaviour: Callable[..., Iterator[Message]], decode: Callable[[Any], Any]
-    ) -> Callable[..., Iterator[Message]]:
-        def call(received: Any, context: grpc.ServicerContext) -> Iterator[Message]:
-            def begin() -> Iterator[Message]:
-                self._check(method, context)
-                return iter(behaviour(decode(received), context))
+        return guarded
 
-            responses = _answered(method, context, begin, part=True)
-            while True:
-                response = _answered(method, context, lambda: next(responses, None), part=True)
-                if response is None:
-                    return
-                yield response
+    async def _unary(
+        self, call: Call, handler: grpc.RpcMethodHandler, request: bytes, context: Any, place: Place
+    ) -> None:
+        def answer() -> bytes:
+            logs.request_id.set(call.request_id)
+            call.require_active()
+            message = _decoded(handler, request)
 
-        return call
+            def act() -> bytes:
+                answered: bytes = handler.response_serializer(handler.unary_unary(message, call))
+                return answered
 
-    def _check(self, method: str, context: grpc.ServicerContext) -> str:
-        remaining_s = context.time_remaining()
-        if remaining_s is None or remaining_s > DEADLINE_S_MAX:
-            raise StoreError("INVALID_ARGUMENT", "a deadline is mandatory; give one of at most a day")
+            if key := getattr(message, "idempotency_key", ""):
+                return self._replies.once(call.caller.name, call.method, key, request, act, call.time_remaining())
+            return act()
+
+        try:
+            answered = await place.run(answer)
+        except asyncio.CancelledError:
+            call.cancelled = True  # seen by the handler, which may still run
+            raise
+        await context.write(answered)
+
+    async def _stream(
+        self, call: Call, handler: grpc.RpcMethodHandler, request: bytes, context: Any, place: Place
+    ) -> None:
+        """Holds a thread only while the next answer is made, none while the peer does not read."""
+        responses: Iterator[Message] | None = None
+
+        def following() -> bytes | None:
+            nonlocal responses
+            logs.request_id.set(call.request_id)
+            if responses is None:
+                responses = iter(handler.unary_stream(_decoded(handler, request), call))
+            response = next(responses, None)
+            return None if response is None else handler.response_serializer(response)
+
+        try:
+            while (answered := await place.run(following)) is not None:
+                await context.write(answered)
+        except asyncio.CancelledError:
+            call.cancelled = True
+            raise
+
+    def _judge(self, method: str, context: grpc.aio.ServicerContext) -> Caller:
+        """By the metadata alone. UNAUTHENTICATED, PERMISSION_DENIED."""
         if not context.peer().startswith("unix"):
             # Beyond the machine the peer is known by its certificate, and descriptors cannot reach it.
             if method.startswith(_WORKERS):
                 raise StoreError("PERMISSION_DENIED", "StoreService is not served over TCP")
-            return f"tls {context.peer()}"
-        peer = caller(context, self._registry)
-        if method.startswith(_WORKERS) and peer.uid not in self._worker_uids:
-            raise StoreError("PERMISSION_DENIED", f"user id {peer.uid} is not in allow_uids")
+            return Caller(f"tls {context.peer()}", -1)
+        token = dict(context.invocation_metadata() or ()).get(TOKEN_ENTRY)
+        if not token:
+            raise StoreError(
+                "UNAUTHENTICATED", f"metadata {TOKEN_ENTRY} is missing; the broker hands it out", reason="TOKEN_MISSING"
+            )
+        peer = self._registry.worker(str(token))
+        if method.startswith(_WORKERS):
+            if peer.uid not in self._worker_uids:
+                raise StoreError("PERMISSION_DENIED", f"user id {peer.uid} is not in allow_uids", reason="UID_REFUSED")
+            if peer.operator:
+                raise StoreError("PERMISSION_DENIED", "an operator is no worker; say hello as one")
         if method.startswith(_ADMIN) and peer.uid not in self._admin_uids:
-            raise StoreError("PERMISSION_DENIED", f"user id {peer.uid} is not in admin_uids")
-        return peer.token
+            raise StoreError("PERMISSION_DENIED", f"user id {peer.uid} is not in admin_uids", reason="UID_REFUSED")
+        return Caller(peer.token, peer.uid, peer)
 
 
-def _decoder(handler: grpc.RpcMethodHandler) -> Callable[[Any], Any]:
-    """From what came over the wire to what the handler takes: one request, or an iterator of them. INVALID_ARGUMENT."""
-
-    def decode(received: bytes) -> Message:
-        try:
-            request: Message = handler.request_deserializer(received)
-        except DecodeError as error:
-            raise StoreError("INVALID_ARGUMENT", f"the request cannot be decoded: {error}") from None
-        for field, items in request.ListFields():
-            if field.message_type is not None and not isinstance(items, Message) and len(items) > ITEMS_MAX:
-                raise StoreError("INVALID_ARGUMENT", f"{len(items)} {field.name}; at most {ITEMS_MAX}")
-        return request
-
-    return (lambda many: map(decode, many)) if handler.request_streaming else decode
+def _time_remaining(context: grpc.aio.ServicerContext, mandatory: bool) -> float:
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is None and not mandatory:
+        return REQUEST_S
+    if remaining_s is None or remaining_s > DEADLINE_S_MAX:
+        raise StoreError(
+            "INVALID_ARGUMENT", "a deadline is mandatory; give one of at most a day", reason="DEADLINE_MISSING"
+        )
+    return remaining_s
 
 
-def _answered(method: str, context: grpc.ServicerContext, act: Callable[[], _T], part: bool = False) -> _T:
-    """The result of `act`, or the call aborted with its error's status; one log line either way, or, for `part` of a
-    stream, if it fails."""
-    logs.request_id.set(_request_id(context))
-    started_s = time.monotonic()
-
-    def log_call(level: int, message: str, **fields: object) -> None:
-        logs.event(log, level, message, method=method, took_ms=(time.monotonic() - started_s) * 1e3, **fields)
-
+async def _only(requests: AsyncIterator[bytes]) -> bytes:
+    """The one request of a call. DEADLINE_EXCEEDED if it does not come, INVALID_ARGUMENT if there is none."""
     try:
-        result = act()
-        if not part:
-            log_call(logging.DEBUG, "answered")
-        return result
-    except StoreError as error:
-        failure = error
-        level = logging.INFO
-    except sqlite3.Error as error:
-        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-        failure = StoreError("RESOURCE_EXHAUSTED" if full else "INTERNAL", f"the catalogue failed: {error}")
-        level = logging.ERROR
-    except OSError as error:
-        failure = StoreError("RESOURCE_EXHAUSTED" if error.errno in _FULL else "INTERNAL", str(error))
-        level = logging.ERROR
-    except Exception as error:
-        if not context.is_active():
-            raise  # the peer has left, and nobody waits for a status
-        log.exception("call failed")
-        failure = StoreError("INTERNAL", f"{type(error).__name__}: {error}")
-        level = logging.ERROR
+        async with asyncio.timeout(REQUEST_S):
+            return await anext(requests)
+    except TimeoutError:
+        raise StoreError(
+            "DEADLINE_EXCEEDED", f"no request came within {REQUEST_S:g} s", reason="REQUEST_MISSING"
+        ) from None
+    except StopAsyncIteration:
+        raise StoreError("INVALID_ARGUMENT", "the call has no request") from None
+
+
+async def _converse(handler: grpc.RpcMethodHandler, requests: AsyncIterator[bytes], context: Any) -> None:
+    """A stream of requests: reflection, which answers at once and in the event loop."""
+
+    async def decoded() -> AsyncIterator[Message]:
+        async for request in requests:
+            yield _decoded(handler, request)
+
+    async for response in handler.stream_stream(decoded(), context):
+        await context.write(handler.response_serializer(response))
+
+
+def _decoded(handler: grpc.RpcMethodHandler, received: bytes) -> Message:
+    try:
+        request: Message = handler.request_deserializer(received)
+    except DecodeError as error:
+        raise StoreError("INVALID_ARGUMENT", f"the request cannot be decoded: {error}") from None
+    fields.check(request)
+    return request
+
+
+async def _refuse(call: Call, error: Exception, context: Any) -> None:
+    """Ends the call with the error's status, and logs it."""
+    failure, level = _failure(error)
+    if level == logging.ERROR and failure.code == "INTERNAL":
+        logs.request_id.set(call.request_id)
+        log.exception("call failed", exc_info=error)
     if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
         failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
-    log_call(level, "refused", code=failure.code, reason=failure.message)
-    context.set_trailing_metadata(((REQUEST_ID_ENTRY, logs.request_id.get()),))
-    context.abort_with_status(rpc_status.to_status(_status(failure)))
-    raise AssertionError("abort returned")
+    _log(call, level, "refused", code=failure.code, reason=failure.message)
+    details = ("grpc-status-details-bin", _status(failure).SerializeToString())
+    await context.abort(grpc.StatusCode[failure.code], failure.message, (details, (REQUEST_ID_ENTRY, call.request_id)))
 
 
-def _request_id(context: grpc.ServicerContext) -> str:
-    given = dict(context.invocation_metadata()).get(REQUEST_ID_ENTRY, "")
-    return given if re.fullmatch(r"[\w.-]{1,64}", given) else secrets.token_hex(8)
+def _failure(error: Exception) -> tuple[StoreError, int]:
+    """What the caller hears of an error, and the level at which it is logged."""
+    if isinstance(error, StoreError):
+        return error, logging.INFO
+    if isinstance(error, sqlite3.Error):
+        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        code, text = "RESOURCE_EXHAUSTED" if full else "INTERNAL", f"the catalogue failed: {error}"
+    elif isinstance(error, OSError):
+        code, text = "RESOURCE_EXHAUSTED" if error.errno in _FULL else "INTERNAL", str(error)
+    else:
+        code, text = "INTERNAL", f"{type(error).__name__}: {error}"
+    return StoreError(code, text, reason="DISK_FULL" if code == "RESOURCE_EXHAUSTED" else ""), logging.ERROR
+
+
+def _log(call: Call, level: int, message: str, **fields: object) -> None:
+    took_ms = (time.monotonic() - call.began_s) * 1e3
+    logs.event(log, level, message, method=call.method, took_ms=took_ms, request=call.request_id, **fields)
+
+
+def _request_id(context: grpc.aio.ServicerContext) -> str:
+    given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_ENTRY, "")
+    return given if isinstance(given, str) and re.fullmatch(r"[\w.-]{1,64}", given) else secrets.token_hex(8)
 
 
 def _status(error: StoreError) -> status_pb2.Status:
     """The error as google.rpc.Status with ErrorInfo, QuotaFailure and RetryInfo."""
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.code, domain="kvstore")]
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
     if error.violations:
         violations = [
             error_details_pb2.QuotaFailure.Violation(subject=item.subject, description=item.description)

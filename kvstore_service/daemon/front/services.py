@@ -1,11 +1,9 @@
 """StoreService and AdminService: messages in, one method of the store each, messages out."""
 
-import contextlib
 import os
 import time
 from collections.abc import Iterator
 
-import grpc
 import numpy as np
 from google.rpc import code_pb2
 
@@ -17,9 +15,9 @@ from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
 from kvstore_service.daemon.config import Config
 from kvstore_service.daemon.disk.sidecars import SIDECAR_BYTES_MAX
 from kvstore_service.daemon.front.broker import Broker
-from kvstore_service.daemon.front.rpc import caller
+from kvstore_service.daemon.front.call import Call
 from kvstore_service.daemon.store.operation import DescribedPack, EvictedPack
-from kvstore_service.daemon.store.registry import Session, Worker
+from kvstore_service.daemon.store.registry import Session
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.shared import memory, wire
 from kvstore_service.shared.types import CommittedPack, ReservedPack, StoreError
@@ -33,13 +31,8 @@ class StoreService(pb_grpc.StoreServiceServicer):
         self._broker = broker
         self._config = config
 
-    def _caller(self, context: grpc.ServicerContext) -> Worker:
-        return caller(context, self._store.state.registry)
-
-    def RegisterWorker(
-        self, request: pb.RegisterWorkerRequest, context: grpc.ServicerContext
-    ) -> pb.RegisterWorkerResponse:
-        worker = self._caller(context)
+    def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: Call) -> pb.RegisterWorkerResponse:
+        worker = context.worker
         rings = [wire.geometry_of(ring) for ring in request.rings]
         registered = self._store.workers.register(
             worker, request.slots, request.window_bytes, request.staging_bytes, rings, request.wait_ms
@@ -52,66 +45,65 @@ class StoreService(pb_grpc.StoreServiceServicer):
             window_kind=self._config.window,
         )
 
-    def Heartbeat(
-        self, request: Iterator[pb.HeartbeatRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.HeartbeatResponse]:
-        with contextlib.suppress(grpc.RpcError):  # the call was cut: by the worker's death or by the daemon's end
-            for beat in request:
-                yield pb.HeartbeatResponse(sent_ns=beat.sent_ns, draining=self._store.state.draining.is_set())
-
-    def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
+    def OpenSession(self, request: pb.OpenSessionRequest, context: Call) -> pb.OpenSessionResponse:
         layout = wire.layout_of(request.layout)
-        session = self._store.sessions.open(self._caller(context), layout, request.declared_max_tokens)
+        session = self._store.sessions.open(context.worker, layout, request.declared_max_tokens)
+        self._keep(context, session)
         return pb.OpenSessionResponse(session_id=session.session_id)
 
-    def ForkSession(self, request: pb.ForkSessionRequest, context: grpc.ServicerContext) -> pb.ForkSessionResponse:
-        fork = self._store.sessions.fork(self._caller(context), request.session_id)
+    def ForkSession(self, request: pb.ForkSessionRequest, context: Call) -> pb.ForkSessionResponse:
+        fork = self._store.sessions.fork(context.worker, request.session_id)
+        self._keep(context, fork)
         return pb.ForkSessionResponse(session_id=fork.session_id)
 
-    def CloseSession(self, request: pb.CloseSessionRequest, context: grpc.ServicerContext) -> pb.CloseSessionResponse:
-        self._store.sessions.close(self._caller(context), request.session_id)
+    def _keep(self, context: Call, session: Session) -> None:
+        """Nobody would ever close a session whose opener has left before it heard the id."""
+        if not context.is_active():
+            self._store.sessions.close(session.worker, session.session_id)
+            context.require_active()
+
+    def CloseSession(self, request: pb.CloseSessionRequest, context: Call) -> pb.CloseSessionResponse:
+        self._store.sessions.close(context.worker, request.session_id)
         return pb.CloseSessionResponse()
 
-    def LookupPrefix(self, request: pb.LookupPrefixRequest, context: grpc.ServicerContext) -> pb.LookupPrefixResponse:
+    def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Call) -> pb.LookupPrefixResponse:
         candidates = [wire.candidate_of(item) for item in request.candidates]
-        packs = self._store.prefixes.lookup(self._caller(context), request.fingerprint, candidates)
+        packs = self._store.prefixes.lookup(context.worker, request.fingerprint, candidates, context.require_active)
         return pb.LookupPrefixResponse(packs=[wire.ref_to(ref) for ref in packs])
 
-    def AttachPacks(self, request: pb.AttachPacksRequest, context: grpc.ServicerContext) -> pb.AttachPacksResponse:
+    def AttachPacks(self, request: pb.AttachPacksRequest, context: Call) -> pb.AttachPacksResponse:
         refs = [wire.ref_of(pack) for pack in request.packs]
-        return pb.AttachPacksResponse(
-            tokens=self._store.sessions.attach(self._caller(context), request.session_id, refs)
-        )
+        return pb.AttachPacksResponse(tokens=self._store.sessions.attach(context.worker, request.session_id, refs))
 
-    def BindSlot(self, request: pb.BindSlotRequest, context: grpc.ServicerContext) -> pb.BindSlotResponse:
+    def BindSlot(self, request: pb.BindSlotRequest, context: Call) -> pb.BindSlotResponse:
         refs = [wire.ref_of(pack) for pack in request.packs]
         windows = np.array([(lane.offset, lane.places) for lane in request.windows], np.uint64).reshape(-1, 2)
-        binding = self._store.slots.bind(self._caller(context), request.session_id, request.slot, refs, windows)
+        binding = self._store.slots.bind(context.worker, request.session_id, request.slot, refs, windows)
         return pb.BindSlotResponse(epoch=binding.epoch, records=binding.session.tokens)
 
-    def UnbindSlot(self, request: pb.UnbindSlotRequest, context: grpc.ServicerContext) -> pb.UnbindSlotResponse:
-        self._store.slots.unbind(self._caller(context), request.slot)
+    def UnbindSlot(self, request: pb.UnbindSlotRequest, context: Call) -> pb.UnbindSlotResponse:
+        self._store.slots.unbind(context.worker, request.slot)
         return pb.UnbindSlotResponse()
 
-    def ReservePack(self, request: pb.ReservePackRequest, context: grpc.ServicerContext) -> pb.ReservePackResponse:
+    def ReservePack(self, request: pb.ReservePackRequest, context: Call) -> pb.ReservePackResponse:
         items = [wire.reservation_of(item) for item in request.packs]
-        reserved = self._store.packs.reserve(self._caller(context), request.session_id, items, request.compete)
+        reserved = self._store.packs.reserve(context.worker, request.session_id, items, request.compete)
         return pb.ReservePackResponse(packs=[_reserved(item) for item in reserved])
 
-    def CommitPack(self, request: pb.CommitPackRequest, context: grpc.ServicerContext) -> pb.CommitPackResponse:
-        committed = self._store.packs.commit(self._caller(context), request.session_id, list(request.upload_ids))
+    def CommitPack(self, request: pb.CommitPackRequest, context: Call) -> pb.CommitPackResponse:
+        committed = self._store.packs.commit(context.worker, request.session_id, list(request.upload_ids))
         return pb.CommitPackResponse(packs=[_committed(item) for item in committed])
 
-    def AbortPack(self, request: pb.AbortPackRequest, context: grpc.ServicerContext) -> pb.AbortPackResponse:
-        self._store.packs.abort(self._caller(context), list(request.upload_ids))
+    def AbortPack(self, request: pb.AbortPackRequest, context: Call) -> pb.AbortPackResponse:
+        self._store.packs.abort(context.worker, list(request.upload_ids))
         return pb.AbortPackResponse()
 
-    def SealTail(self, request: pb.SealTailRequest, context: grpc.ServicerContext) -> pb.SealTailResponse:
-        session = self._store.packs.seal_tail(self._caller(context), request.session_id, request.upload_id)
+    def SealTail(self, request: pb.SealTailRequest, context: Call) -> pb.SealTailResponse:
+        session = self._store.packs.seal_tail(context.worker, request.session_id, request.upload_id)
         return pb.SealTailResponse(pack=wire.ref_to(session.packs[-1].ref), records=session.tokens)
 
-    def PutSidecar(self, request: pb.PutSidecarRequest, context: grpc.ServicerContext) -> pb.PutSidecarResponse:
-        worker = self._caller(context)
+    def PutSidecar(self, request: pb.PutSidecarRequest, context: Call) -> pb.PutSidecarResponse:
+        worker = context.worker
         with memory.Owned(self._broker.receive(worker.token, request.transfer)) as offered:
             # Judged before it is read: what costs its owner nothing may be larger than this machine's memory.
             size_bytes = os.fstat(offered.fd).st_size
@@ -120,23 +112,28 @@ class StoreService(pb_grpc.StoreServiceServicer):
                     "INVALID_ARGUMENT",
                     f"size {request.size}; it is what the descriptor has, {size_bytes} B, at most {SIDECAR_BYTES_MAX}",
                 )
-            with worker.lock:
-                content = memory.read(offered.fd)
+            with memory.mapped(offered.fd) as content:
                 self._store.indexes.put(worker, wire.sidecar_key_of(request.key), content)
         return pb.PutSidecarResponse()
 
-    def GetSidecar(self, request: pb.GetSidecarRequest, context: grpc.ServicerContext) -> pb.GetSidecarResponse:
-        worker = self._caller(context)
-        content = self._store.indexes.get(worker, wire.sidecar_key_of(request.key))
-        transfer = self._broker.give(worker.token, [memory.of_bytes("kvstore-sidecar", content)])
+    def GetSidecar(self, request: pb.GetSidecarRequest, context: Call) -> pb.GetSidecarResponse:
+        worker = context.worker
+        key = wire.sidecar_key_of(request.key)
+        size_bytes = self._store.indexes.size(worker, key)
+        with self._broker.room(worker.token, size_bytes) as room:
+            context.require_active()
+            fd = self._store.indexes.get(worker, key)
+            try:
+                transfer = room.give([fd])
+            except StoreError:
+                os.close(fd)
+                raise
         shape = self._store.indexes.map_shape(request.key.pack_id) if request.key.kind == "map" else ()
-        return pb.GetSidecarResponse(transfer=transfer, size=len(content), shape=shape)
+        return pb.GetSidecarResponse(transfer=transfer, size=size_bytes, shape=shape)
 
-    def HintImportance(
-        self, request: pb.HintImportanceRequest, context: grpc.ServicerContext
-    ) -> pb.HintImportanceResponse:
+    def HintImportance(self, request: pb.HintImportanceRequest, context: Call) -> pb.HintImportanceResponse:
         hints = [(wire.ref_of(item.pack), list(item.hot_records)) for item in request.packs]
-        self._store.packs.hint_importance(self._caller(context), request.session_id, hints)
+        self._store.packs.hint_importance(context.worker, request.session_id, hints)
         return pb.HintImportanceResponse()
 
 
@@ -146,9 +143,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
         self._config = config
         self._pid = pid
 
-    def GetStatus(
-        self, request: admin_pb.GetStatusRequest, context: grpc.ServicerContext
-    ) -> admin_pb.GetStatusResponse:
+    def GetStatus(self, request: admin_pb.GetStatusRequest, context: Call) -> admin_pb.GetStatusResponse:
         counters = self._store.operation.counters()
         return admin_pb.GetStatusResponse(
             version=__version__,
@@ -166,18 +161,14 @@ class AdminService(admin_grpc.AdminServiceServicer):
             pid=self._pid,
         )
 
-    def GetConfig(
-        self, request: admin_pb.GetConfigRequest, context: grpc.ServicerContext
-    ) -> admin_pb.GetConfigResponse:
+    def GetConfig(self, request: admin_pb.GetConfigRequest, context: Call) -> admin_pb.GetConfigResponse:
         return admin_pb.GetConfigResponse(values=self._config.values(), origins=self._config.origins)
 
-    def ListSessions(
-        self, request: admin_pb.ListSessionsRequest, context: grpc.ServicerContext
-    ) -> admin_pb.ListSessionsResponse:
+    def ListSessions(self, request: admin_pb.ListSessionsRequest, context: Call) -> admin_pb.ListSessionsResponse:
         return admin_pb.ListSessionsResponse(sessions=[_session(item) for item in self._store.state.registry.all()])
 
     def DescribeSession(
-        self, request: admin_pb.DescribeSessionRequest, context: grpc.ServicerContext
+        self, request: admin_pb.DescribeSessionRequest, context: Call
     ) -> admin_pb.DescribeSessionResponse:
         session = self._store.state.registry.find(request.session_id)
         return admin_pb.DescribeSessionResponse(
@@ -187,9 +178,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
             packs=[_pack(self._store.operation.described(row)) for row in list(session.packs)],
         )
 
-    def ListPacks(
-        self, request: admin_pb.ListPacksRequest, context: grpc.ServicerContext
-    ) -> admin_pb.ListPacksResponse:
+    def ListPacks(self, request: admin_pb.ListPacksRequest, context: Call) -> admin_pb.ListPacksResponse:
         limit = min(request.page_size or PAGE_SIZE_MAX, PAGE_SIZE_MAX)
         try:
             after = bytes.fromhex(request.page_token)
@@ -199,25 +188,23 @@ class AdminService(admin_grpc.AdminServiceServicer):
         token = packs[-1].row.ref.pack_id.hex() if len(packs) == limit else ""
         return admin_pb.ListPacksResponse(packs=[_pack(item) for item in packs], next_page_token=token)
 
-    def Pin(self, request: admin_pb.PinRequest, context: grpc.ServicerContext) -> admin_pb.PinResponse:
-        self._store.operation.pin(request.pack_ids, pinned=True)
+    def Pin(self, request: admin_pb.PinRequest, context: Call) -> admin_pb.PinResponse:
+        self._store.operation.pin(request.pack_ids, pinned=True, ttl_s=request.ttl_s)
         return admin_pb.PinResponse()
 
-    def Unpin(self, request: admin_pb.UnpinRequest, context: grpc.ServicerContext) -> admin_pb.UnpinResponse:
+    def Unpin(self, request: admin_pb.UnpinRequest, context: Call) -> admin_pb.UnpinResponse:
         self._store.operation.pin(request.pack_ids, pinned=False)
         return admin_pb.UnpinResponse()
 
-    def Evict(self, request: admin_pb.EvictRequest, context: grpc.ServicerContext) -> admin_pb.EvictResponse:
+    def Evict(self, request: admin_pb.EvictRequest, context: Call) -> admin_pb.EvictResponse:
         evicted = self._store.operation.evict(request.pack_ids, request.descendants)
         return admin_pb.EvictResponse(packs=[_evicted(item) for item in evicted])
 
-    def Audit(self, request: admin_pb.AuditRequest, context: grpc.ServicerContext) -> admin_pb.AuditResponse:
+    def Audit(self, request: admin_pb.AuditRequest, context: Call) -> admin_pb.AuditResponse:
         checks = [admin_pb.AuditCheck(name=c.name, ok=c.ok, detail=c.detail) for c in self._store.operation.audit()]
         return admin_pb.AuditResponse(checks=checks)
 
-    def Verify(
-        self, request: admin_pb.VerifyRequest, context: grpc.ServicerContext
-    ) -> Iterator[admin_pb.VerifyResponse]:
+    def Verify(self, request: admin_pb.VerifyRequest, context: Call) -> Iterator[admin_pb.VerifyResponse]:
         rows = self._store.operation.packs_to_verify(list(request.pack_ids))
         for done, row in enumerate(rows, start=1):
             if not context.is_active():
@@ -232,7 +219,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
                 error=error,
             )
 
-    def Drain(self, request: admin_pb.DrainRequest, context: grpc.ServicerContext) -> admin_pb.DrainResponse:
+    def Drain(self, request: admin_pb.DrainRequest, context: Call) -> admin_pb.DrainResponse:
         self._store.operation.drain()
         return admin_pb.DrainResponse()
 

@@ -40,7 +40,7 @@ class Audited:
         """Every row has its file, every file its row or its open upload."""
         _, uploading = self.uploads.promised()
         expected = self.catalog.files()
-        damaged = {self.catalog.packs_dir / row.file for row in list(self.catalog.damaged.values())}
+        damaged = {self.catalog.packs_dir / row.file for row, _ in self.catalog.damaged()}
         found = {path: path.stat().st_size for path in self.catalog.data_files()}
         wrong = [path for path, size in expected.items() if found.get(path) != size and path not in damaged]
         strange = [path for path in found if path not in expected and path not in uploading]
@@ -51,7 +51,7 @@ class Audited:
         ]
 
     def _bytes(self) -> list[Check]:
-        _, _, stored = self.catalog.totals()
+        stored = self.catalog.totals().stored_bytes
         promised, uploading = self.uploads.promised()
         return [
             _equal("stored bytes = sizes of rows", stored, sum(self.catalog.files().values())),

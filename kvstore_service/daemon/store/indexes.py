@@ -6,7 +6,10 @@ from kvstore_service.daemon import native
 from kvstore_service.daemon.disk import sidecars
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.daemon.store.state import State
-from kvstore_service.shared.types import SidecarKey, StoreError
+from kvstore_service.shared import memory
+from kvstore_service.shared.types import SidecarKey, StoreError, Violation
+
+SIDECARS_MAX = 16  # of a pack
 
 
 class Indexes:
@@ -15,27 +18,43 @@ class Indexes:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def put(self, worker: Worker, key: SidecarKey, content: bytes) -> None:
+    def put(self, worker: Worker, key: SidecarKey, content: bytes | memoryview) -> None:
         with self._state.acting(worker):
             self._state.keyed_row(key, worker)
             if len(content) > sidecars.SIDECAR_BYTES_MAX or not key.kind or key.kind == "map":
                 raise StoreError(
                     "INVALID_ARGUMENT", f"a sidecar has a kind other than map and at most 1 GiB: {key.kind!r}"
                 )
-            size_bytes = sidecars.file_bytes(len(content))
-            self._state.uploads.promise(size_bytes)
+            held = self._state.catalog.sidecar_count(key.pack_id)
+            if held >= SIDECARS_MAX and self._state.catalog.sidecar(key) is None:
+                raise StoreError(
+                    "RESOURCE_EXHAUSTED",
+                    f"pack {key.pack_id.hex()} has {held} sidecars, at most {SIDECARS_MAX}; evict it to begin anew",
+                    violations=[Violation("sidecars of a pack", f"at most {SIDECARS_MAX}")],
+                    reason="LIMIT_REACHED",
+                )
+            file_bytes = sidecars.file_bytes(len(content))
+            self._state.room.promise(worker.tenant, file_bytes)
             try:
                 sidecars.write(self._state.catalog, key, content)
             finally:
-                self._state.uploads.unpromise(size_bytes)
+                self._state.room.unpromise(worker.tenant, file_bytes)
 
-    def get(self, worker: Worker, key: SidecarKey) -> bytes:
-        """NOT_FOUND if nobody has put it. Kind "map": the pack's record -> token map, u16[layers, lanes, tokens]."""
+    def size(self, worker: Worker, key: SidecarKey) -> int:
+        """Bytes that `get` will take. NOT_FOUND."""
         row = self._state.keyed_row(key, worker)
         if key.kind != "map":
-            return sidecars.read(self._state.catalog, key)
+            return sidecars.content_bytes(self._state.catalog, key)
+        return row.layout.layers * row.layout.kinds[0].lanes * row.ref.tokens * np.dtype(np.uint16).itemsize
+
+    def get(self, worker: Worker, key: SidecarKey) -> int:
+        """The content as a constant memfd, the caller's. NOT_FOUND if nobody has put it. Kind "map": the pack's
+        record -> token map, u16[layers, lanes, tokens]."""
+        row = self._state.keyed_row(key, worker)
+        if key.kind != "map":
+            return sidecars.share(self._state.catalog, key)
         with self._state.open_packs.using(row) as handle, native.errors():
-            return np.ascontiguousarray(self._state.plane.read_map(handle)).tobytes()
+            return memory.of_bytes("kvstore-map", np.ascontiguousarray(self._state.plane.read_map(handle)).tobytes())
 
     def map_shape(self, name: bytes) -> tuple[int, int, int]:
         row = self._state.catalog.any_pack(name)

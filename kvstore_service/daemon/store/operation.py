@@ -1,14 +1,14 @@
 """Operation: what an operator sees and does, over all tenants."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from logging import INFO
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.disk.catalog import FOREVER_S, ListedPack, PackFilter
 from kvstore_service.daemon.store import audit
-from kvstore_service.daemon.store.state import State, log
+from kvstore_service.daemon.store.state import State
 from kvstore_service.shared.types import PackRow, StoreError
 
 AUDIT_LOOKS = 4
@@ -42,10 +42,13 @@ class Operation:
     def drain(self) -> None:
         """Refuses new work from now on; what is open goes on."""
         self._state.draining.set()
+        self._state.events.tell("drain", detail=f"{len(self._state.registry.all())} sessions open")
 
-    def pin(self, pack_ids: Sequence[bytes], pinned: bool) -> None:
-        """All or none. NOT_FOUND."""
-        self._state.catalog.pin(pack_ids, pinned)
+    def pin(self, pack_ids: Sequence[bytes], pinned: bool, ttl_s: float = 0.0) -> None:
+        """All or none, for `ttl_s` seconds or, with 0, until they are unpinned. NOT_FOUND."""
+        if not 0 <= ttl_s < math.inf:
+            raise StoreError("INVALID_ARGUMENT", f"ttl_s {ttl_s}: seconds, or 0 for ever")
+        self._state.catalog.pin(pack_ids, pinned, time.time() + ttl_s if ttl_s else FOREVER_S)
 
     def evict(self, pack_ids: Sequence[bytes], descendants: bool) -> list[EvictedPack]:
         """Removes each pack as a whole or says why not; packs go before those that they continue."""
@@ -61,19 +64,10 @@ class Operation:
                 rows.update((row.ref.pack_id, row) for row in self._state.catalog.descendants(name))
         for row in sorted(rows.values(), key=lambda row: -row.ref.first_token):
             try:
-                results.append(EvictedPack(row.ref.pack_id, self._evict(row)))
+                results.append(EvictedPack(row.ref.pack_id, self._state.eviction.evict(row, "operator")))
             except StoreError as error:
                 results.append(EvictedPack(row.ref.pack_id, 0, error))
         return results
-
-    def _evict(self, row: PackRow) -> int:
-        with self._state.registry.condemned(row.ref.pack_id):
-            freed_bytes = self._state.catalog.remove_pack(row)
-            self._state.open_packs.retire(row)
-        self._state.count("packs_evicted")
-        self._state.count("packs_evicted_bytes", freed_bytes)
-        event(log, INFO, "pack evicted", pack_id=row.ref.pack_id.hex(), bytes=freed_bytes)
-        return freed_bytes
 
     def audit(self) -> list[audit.Check]:
         """Compares what must be equal; see `kvstore_service.daemon.store.audit`."""
@@ -98,25 +92,30 @@ class Operation:
 
     def counters(self) -> dict[str, int]:
         """Of the data plane and of the store, since the start."""
-        packs, pack_bytes, stored_bytes = self._state.catalog.totals()
+        totals = self._state.catalog.totals()
         gauges = {
-            "packs": packs,
-            "pack_bytes": pack_bytes,
-            "stored_bytes": stored_bytes,
-            "packs_damaged": len(self._state.catalog.damaged),
+            "packs": totals.packs,
+            "pack_bytes": totals.pack_bytes,
+            "stored_bytes": totals.stored_bytes,
+            "packs_damaged": totals.damaged,
             "uploads_reserved": self._state.uploads.open_count(),
             "sessions": len(self._state.registry.all()),
             "draining": int(self._state.draining.is_set()),
         }
         return {**self._state.plane.stats(), **self._state.counts(), **gauges}
 
+    def users(self) -> dict[int, dict[str, int]]:
+        """What each user id holds."""
+        return self._state.registry.users()
+
     def packs(self, after: bytes, limit: int) -> list[DescribedPack]:
         """In the order of ids."""
-        return [self.described(row) for row in self._state.catalog.packs(after, limit)]
+        listed, _ = self._state.catalog.page(PackFilter(), after, limit)
+        return [self._described(item) for item in listed]
 
     def described(self, row: PackRow) -> DescribedPack:
-        name = row.ref.pack_id
-        return DescribedPack(
-            row, self._state.registry.references(name), self._state.catalog.sidecar_kinds(name),
-            self._state.catalog.is_pinned(name), name in self._state.catalog.damaged,
-        )  # fmt: skip
+        return self._described(self._state.catalog.listed(row.ref.pack_id))
+
+    def _described(self, item: ListedPack) -> DescribedPack:
+        references = self._state.registry.references(item.row.ref.pack_id)
+        return DescribedPack(item.row, references, list(item.sidecars), item.pinned, item.damaged)

@@ -36,7 +36,10 @@ class Packs:
             self._state.registry.of(worker, session_id)
             committed = self._state.uploads.commit(worker, upload_ids)
             self._state.count("commit_exists", sum(item.exists for item in committed))
-            self._state.count("commits", sum(item.error is None and not item.exists for item in committed))
+            stored = [item.pack for item in committed if item.pack is not None and not item.exists]
+            self._state.count("commits", len(stored))
+            for ref in stored:
+                self._state.events.tell("commit", worker.tenant, ref.pack_id, detail=f"{ref.tokens} tokens")
             return committed
 
     def abort(self, worker: Worker, upload_ids: Sequence[int]) -> None:
@@ -45,7 +48,9 @@ class Packs:
 
     def expire(self) -> None:
         """Aborts the uploads of workers that have stopped writing."""
-        self._state.count("uploads_expired", self._state.uploads.sweep())
+        if expired := self._state.uploads.sweep():
+            self._state.count("uploads_expired", expired)
+            self._state.events.tell("upload", detail=f"{expired} expired")
 
     def seal_tail(self, worker: Worker, session_id: str, upload_id: int) -> Session:
         """Commits the pack of the oldest tail tokens and appends what the store then holds to session and slots.
@@ -63,13 +68,17 @@ class Packs:
             return session
 
     def hint_importance(self, worker: Worker, session_id: str, hints: Sequence[tuple[PackRef, Sequence[int]]]) -> None:
-        """Reads ahead the records at the front of each segment, [layers * lanes] counts per pack."""
+        """Reads ahead the records at the front of each segment, [layers * lanes] counts per pack; a pack that is hotter
+        is evicted later."""
         with self._state.acting(worker):
             layout = self._state.registry.of(worker, session_id).layout
             shape = (layout.layers, layout.kinds[0].lanes)
+            shares: dict[bytes, float] = {}
             for ref, hot_records in hints:
                 row = self._state.row(ref, worker)
                 if row.layout != layout or len(hot_records) != shape[0] * shape[1]:
                     raise StoreError("INVALID_ARGUMENT", f"hot_records has one count per layer and lane, {shape}")
+                shares[ref.pack_id] = min(1.0, sum(hot_records) / (shape[0] * shape[1] * ref.tokens))
                 with self._state.open_packs.using(row) as handle, native.errors():
                     self._state.plane.warm(handle, np.array(hot_records, np.uint32).reshape(shape))
+            self._state.weigh(shares)

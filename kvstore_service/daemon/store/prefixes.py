@@ -1,15 +1,16 @@
 """Prefixes: which stored packs a prompt starts with."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.daemon.store.state import State
 from kvstore_service.daemon.store.uploads import pack_id
-from kvstore_service.shared.types import NO_PARENT, PackRef, PrefixCandidate, StoreError
+from kvstore_service.shared.types import FINGERPRINT_BYTES, NO_PARENT, PackRef, PrefixCandidate, StoreError
 
 CANDIDATES_MAX = 16384
 CHAINS_MAX = 8
+LOOKS = 3  # at a chain that is being evicted meanwhile
 
 
 class Prefixes:
@@ -18,28 +19,64 @@ class Prefixes:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def lookup(self, worker: Worker, fingerprint: bytes, candidates: Sequence[PrefixCandidate]) -> list[PackRef]:
-        """The longest chain of whole packs from token 0, over candidates that may overlap (different pack sizes)."""
+    def lookup(
+        self,
+        worker: Worker,
+        fingerprint: bytes,
+        candidates: Sequence[PrefixCandidate],
+        require_active: Callable[[], None] = lambda: None,
+    ) -> list[PackRef]:
+        """The longest chain of whole packs from token 0, over candidates that may overlap (different pack sizes).
+
+        require_active: raises once nobody waits for the answer."""
         self._state.count("lookups")
         try:
-            longest = self._longest(worker, fingerprint, candidates)
+            longest = self._leased(worker, fingerprint, candidates, require_active)
         except BaseException:
             self._state.count("lookup_errors")
             raise
         self._state.count("lookup_hits" if longest else "lookup_misses")
         return longest
 
-    def _longest(self, worker: Worker, fingerprint: bytes, candidates: Sequence[PrefixCandidate]) -> list[PackRef]:
+    def _leased(
+        self,
+        worker: Worker,
+        fingerprint: bytes,
+        candidates: Sequence[PrefixCandidate],
+        require_active: Callable[[], None],
+    ) -> list[PackRef]:
+        """What is found stays for a while: the last pack's lease keeps the whole chain from being evicted."""
+        for _ in range(LOOKS):
+            found = self._longest(worker, fingerprint, candidates, require_active)
+            if not found:
+                return found
+            last = found[-1].pack_id
+            self._state.leases.take([last], worker.token)
+            # It may have gone between the look and the lease.
+            if not self._state.registry.is_condemned(last) and self._state.catalog.served(last) is not None:
+                break
+        self._state.use([ref.pack_id for ref in found])
+        self._state.count("lookup_tokens_found", found[-1].end)
+        return found
+
+    def _longest(
+        self,
+        worker: Worker,
+        fingerprint: bytes,
+        candidates: Sequence[PrefixCandidate],
+        require_active: Callable[[], None],
+    ) -> list[PackRef]:
+        if len(fingerprint) != FINGERPRINT_BYTES:
+            raise StoreError("INVALID_ARGUMENT", f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}")
         if len(candidates) > CANDIDATES_MAX:
             raise StoreError("INVALID_ARGUMENT", f"{len(candidates)} candidates; at most {CANDIDATES_MAX}")
         key = self._state.tenant_key(worker)
         ending: defaultdict[int, list[list[PackRef]]] = defaultdict(list, {0: [[]]})
         for item in sorted(candidates, key=lambda item: item.first_token):
+            require_active()
             for chain in ending.get(item.first_token, []):
                 parent = chain[-1].pack_id if chain else NO_PARENT
                 row = self._state.served(pack_id(key, parent, fingerprint, item.token_digest), worker)
                 if row is not None and row.ref.tokens == item.tokens and len(ending[row.ref.end]) < CHAINS_MAX:
                     ending[row.ref.end].append([*chain, row.ref])
-        longest = ending[max(ending)][0]
-        self._state.count("lookup_tokens_found", longest[-1].end if longest else 0)
-        return longest
+        return ending[max(ending)][0]

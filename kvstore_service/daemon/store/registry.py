@@ -3,7 +3,7 @@
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +12,30 @@ from kvstore_service.shared.types import Layout, PackRow, RingGeometry, StoreErr
 
 TOKEN_BYTES = 32
 SESSION_ID_BYTES = 12
+CLOSED_MAX = 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much all users together may hold, and each of them; bytes are of windows, staging and rings."""
+
+    sessions: int
+    user_sessions: int
+    slots: int
+    user_slots: int
+    worker_bytes: int
+    user_bytes: int
+    workers: int = 256
+    user_workers: int = 64
+    operators: int = 16
+
+    @classmethod
+    def shared(cls, users: int, sessions: int, slots: int, worker_bytes: int, machine_bytes: int) -> "Limits":
+        """Users share equally, so that no number of them can take what one is entitled to."""
+        share = max(1, users)
+        return cls(
+            sessions, max(1, sessions // share), slots, max(1, slots // share), worker_bytes, machine_bytes // share
+        )
 
 
 @dataclass(eq=False)
@@ -44,20 +68,25 @@ class Binding:
 class Worker:
     """A process that the broker let in. It may call as long as its broker connection lives.
 
-    `lock` serialises its calls with each other and with its release; `gone` is final."""
+    `lock` serialises its calls with each other and with its release; `gone` is final. `closed`: its latest sessions
+    that have ended."""
 
     token: str
     uid: int
     pid: int
     name: str
+    operator: bool = False  # administers only: no memory, no sessions
     lock: threading.RLock = field(default_factory=threading.RLock)
     gone: bool = False
     native_id: int | None = None
     slots: int = 0
+    memory_bytes: int = 0  # of window, staging and rings
     wait_ms: int = 0
     rings: tuple[RingGeometry, ...] = ()
     sessions: dict[str, Session] = field(default_factory=dict)
     bound: dict[int, Binding] = field(default_factory=dict)
+    closed: deque[str] = field(default_factory=lambda: deque(maxlen=CLOSED_MAX))
+    joined_s: float = field(default_factory=time.monotonic)
 
     @property
     def tenant(self) -> str:
@@ -68,21 +97,25 @@ class Worker:
 class Registry:
     """Bounded tables of workers and sessions, and reference counts on packs. Thread-safe."""
 
-    def __init__(self, sessions_max: int, slots_max: int, workers_max: int) -> None:
-        self._sessions_max = sessions_max
-        self._slots_max = slots_max
-        self._workers_max = workers_max
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self._lock = threading.Lock()
         self._workers: dict[str, Worker] = {}
         self._sessions: dict[str, Session] = {}
         self._references: Counter[bytes] = Counter()
         self._condemned: set[bytes] = set()
 
-    def add_worker(self, uid: int, pid: int, name: str) -> Worker:
-        worker = Worker(secrets.token_hex(TOKEN_BYTES), uid, pid, name)
+    def add_worker(self, uid: int, pid: int, name: str, operator: bool = False) -> Worker:
+        """Operators have room of their own, so that no number of workers keeps them out."""
+        worker = Worker(secrets.token_hex(TOKEN_BYTES), uid, pid, name, operator)
+        kind = "operators" if operator else "workers"
+        most = self._limits.operators if operator else self._limits.workers
         with self._lock:
-            if len(self._workers) >= self._workers_max:
-                raise _full("workers", self._workers_max)
+            peers = [peer for peer in self._workers.values() if peer.operator == operator]
+            _require_room(kind, len(peers), 1, most)
+            if not operator:
+                held = sum(peer.uid == uid for peer in peers)
+                _require_room(f"{kind} of user id {uid}", held, 1, self._limits.user_workers)
             self._workers[worker.token] = worker
         return worker
 
@@ -98,17 +131,26 @@ class Registry:
             raise StoreError("UNAUTHENTICATED", "unknown or expired token; connect to the broker again")
         return worker
 
-    def grant_slots(self, worker: Worker, slots: int) -> None:
+    def grant(self, worker: Worker, slots: int, memory_bytes: int) -> None:
+        """Counts what a worker's memory takes, in place of what was counted for it before. RESOURCE_EXHAUSTED."""
+        limits = self._limits
         with self._lock:
-            if sum(other.slots for other in self._workers.values()) + slots > self._slots_max:
-                raise _full("slots_max", self._slots_max)
-            worker.slots = slots
+            others = [other for other in self._workers.values() if other is not worker]
+            own = [other for other in others if other.uid == worker.uid]
+            user = f"of user id {worker.uid}"
+            _require_room("slots_max", sum(other.slots for other in others), slots, limits.slots)
+            _require_room(f"slots_max {user}", sum(other.slots for other in own), slots, limits.user_slots)
+            _require_room("worker_bytes_max", 0, memory_bytes, limits.worker_bytes)
+            held_bytes = sum(other.memory_bytes for other in own)
+            _require_room(f"memory {user}", held_bytes, memory_bytes, limits.user_bytes)
+            worker.slots, worker.memory_bytes = slots, memory_bytes
 
     def open(self, worker: Worker, layout: Layout, declared_max_tokens: int) -> Session:
         session = Session(secrets.token_hex(SESSION_ID_BYTES), worker, layout, declared_max_tokens)
         with self._lock:
-            if len(self._sessions) >= self._sessions_max:
-                raise _full("sessions_max", self._sessions_max)
+            _require_room("sessions_max", len(self._sessions), 1, self._limits.sessions)
+            held = sum(other.worker.uid == worker.uid for other in self._sessions.values())
+            _require_room(f"sessions_max of user id {worker.uid}", held, 1, self._limits.user_sessions)
             self._sessions[session.session_id] = session
         worker.sessions[session.session_id] = session
         return session
@@ -145,7 +187,12 @@ class Registry:
             with self._lock:
                 self._condemned.remove(pack_id)
 
+    def is_condemned(self, pack_id: bytes) -> bool:
+        with self._lock:
+            return pack_id in self._condemned
+
     def close(self, session: Session) -> None:
+        session.worker.closed.append(session.session_id)
         with self._lock:
             if self._sessions.pop(session.session_id, None) is None:
                 return
@@ -180,15 +227,30 @@ class Registry:
         with self._lock:
             return list(self._workers.values())
 
+    def users(self) -> dict[int, dict[str, int]]:
+        """Per user id: its workers, their memory and their sessions."""
+        found: dict[int, dict[str, int]] = {}
+        for worker in self.workers():
+            if not worker.operator:
+                of = found.setdefault(worker.uid, {"user_workers": 0, "user_worker_bytes": 0, "user_sessions": 0})
+                of["user_workers"] += 1
+                of["user_worker_bytes"] += worker.memory_bytes
+                of["user_sessions"] += len(worker.sessions)
+        return found
+
     def all(self) -> list[Session]:
         with self._lock:
             return list(self._sessions.values())
 
 
-def _full(subject: str, limit: int) -> StoreError:
-    return StoreError(
+def _require_room(subject: str, held: int, more: int, most: int) -> None:
+    """RESOURCE_EXHAUSTED with the figures."""
+    if held + more <= most:
+        return
+    raise StoreError(
         "RESOURCE_EXHAUSTED",
-        f"all {limit} of {subject} are in use",
-        retry_after_s=1.0,
-        violations=[Violation(subject, f"at most {limit}")],
+        f"{subject}: {held} of {most} are in use, {more} more do not fit",
+        retry_after_s=1.0 if more <= most else None,
+        violations=[Violation(subject, f"at most {most}")],
+        reason="LIMIT_REACHED",
     )

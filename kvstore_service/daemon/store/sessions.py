@@ -41,10 +41,15 @@ class Sessions:
             return fork
 
     def close(self, worker: Worker, session_id: str) -> None:
+        """Idempotent."""
         with self._state.acting(worker):
+            if session_id in worker.closed:
+                return
             session = self._state.registry.of(worker, session_id)
+            self._state.use([row.ref.pack_id for row in session.packs])
             for slot in list(session.slots):
                 self._slots.release(worker, slot)
+            self._state.leases.drop_all(session_id)
             self._state.registry.close(session)
 
     def attach(self, worker: Worker, session_id: str, refs: Sequence[PackRef]) -> int:
@@ -55,6 +60,10 @@ class Sessions:
             self.check_chain(session, rows)
             for row in rows:
                 self.append(session, row)
+            names = [row.ref.pack_id for row in rows]
+            for holder in (worker.token, session_id):
+                self._state.leases.drop(names, holder)
+            self._state.use(names)
             return session.tokens
 
     def check_chain(self, session: Session, rows: Sequence[PackRow]) -> None:

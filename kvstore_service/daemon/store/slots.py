@@ -51,14 +51,16 @@ class Slots:
             return binding
 
     def unbind(self, worker: Worker, slot: int) -> None:
-        """Returns when nothing of the slot's epoch can store any more."""
+        """Returns when nothing of the slot's epoch can store any more. Idempotent."""
         with self._state.acting(worker):
             self.release(worker, slot)
 
     def release(self, worker: Worker, slot: int) -> None:
         """For a caller that holds the worker's lock."""
         if slot not in worker.bound:
-            raise StoreError("NOT_FOUND", f"slot {slot} is not bound")
+            if slot < worker.slots:
+                return
+            raise StoreError("NOT_FOUND", f"slot {slot}; the worker has {worker.slots}")
         with native.errors():
             self._state.plane.unbind(registered(worker), slot)
         binding = worker.bound.pop(slot)

@@ -6,28 +6,33 @@ takes the same lock, finds nothing half done.
 
 import logging
 import resource
+import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import ERROR, WARNING
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.config import Config
+from kvstore_service.daemon.config import Config, machine_bytes
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.logs import event
-from kvstore_service.daemon.store.registry import Binding, Registry, Worker
+from kvstore_service.daemon.store.events import Events
+from kvstore_service.daemon.store.eviction import Eviction
+from kvstore_service.daemon.store.leases import Leases
+from kvstore_service.daemon.store.registry import Binding, Limits, Registry, Worker
+from kvstore_service.daemon.store.room import Room
 from kvstore_service.daemon.store.uploads import Uploads
-from kvstore_service.shared.types import PackRef, PackRow, SidecarKey, StoreError
+from kvstore_service.shared.types import HASH_BLOCK_TOKENS, PackRef, PackRow, SidecarKey, StoreError
 
-WORKERS_MAX = 64
 IDLE_PACKS_MAX = 4096
+DAMAGED_LOGGED_MAX = 100  # at a start
 COUNTED = (
     "commit_exists", "commits", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
-    "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "reserve_exists",
-    "reserve_in_progress", "uploads_expired",
+    "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "packs_evicted_operator",
+    "packs_evicted_room", "reserve_exists", "reserve_in_progress", "uploads_expired", "uses_lost",
 )  # fmt: skip
 
 log = logging.getLogger("kvstored.store")
@@ -42,15 +47,27 @@ class State:
         self.plane = plane
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.open_packs = OpenPacks(plane, catalog, min(IDLE_PACKS_MAX, descriptors // 4))
-        self.uploads = Uploads(plane, catalog, config)
-        self.registry = Registry(config.sessions_max, config.slots_max, WORKERS_MAX)
+        catalog.on_gone = self.open_packs.retire
+        catalog.on_damaged = self._damaged
+        users = len(config.allow_uids)
+        self.registry = Registry(
+            Limits.shared(users, config.sessions_max, config.slots_max, config.worker_bytes_max, machine_bytes())
+        )
+        self.events = Events()
+        self.leases = Leases(config.lease_s)
+        self.ballast = catalog.ballast
+        self.ballast.take_on()
+        self.eviction = Eviction(catalog, self.registry, self.leases, self.ballast, self.events, self.count)
+        self.room = Room(catalog, self.eviction, config, self._next_seals)
+        self.uploads = Uploads(plane, catalog, self.room, self.leases, self.ballast, config)
+        self.eviction.continued = self.uploads.continues
         self.draining = threading.Event()
         self._tenant_keys: dict[str, bytes] = {}
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._counts_lock = threading.Lock()
         self._started_s = time.monotonic()
-        for row in catalog.damaged.values():
-            event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file)
+        for row, reason in catalog.damaged(DAMAGED_LOGGED_MAX):
+            event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file, reason=reason)
         for name in catalog.removed:
             event(log, WARNING, "unfinished file removed", file=name)
         self.count("leftovers_removed", len(catalog.removed))
@@ -59,7 +76,7 @@ class State:
     def acting(self, worker: Worker, new: bool = False) -> Iterator[None]:
         """A worker's call; `new` ones are refused while draining."""
         if new and self.draining.is_set():
-            raise StoreError("UNAVAILABLE", "the daemon is draining", retry_after_s=5.0)
+            raise StoreError("UNAVAILABLE", "the daemon is draining", retry_after_s=5.0, reason="DRAINING")
         with worker.lock:
             if worker.gone:
                 raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended")
@@ -88,6 +105,38 @@ class State:
             raise StoreError("FAILED_PRECONDITION", f"pack {key.pack_id.hex()} has build {row.ref.build.hex()}")
         self.open_packs.check(row)
         return row
+
+    def _damaged(self, row: PackRow, reason: str) -> None:
+        self.events.tell("damage", row.tenant, row.ref.pack_id, row.file_bytes, reason)
+
+    def use(self, names: Sequence[bytes]) -> None:
+        """The packs are used now."""
+        with self._forgetting(len(names)):
+            self.catalog.touch(names, time.time())
+
+    def weigh(self, importance: Mapping[bytes, float]) -> None:
+        """From 0 to 1 by pack id."""
+        with self._forgetting(len(importance)):
+            self.catalog.set_importance(importance)
+
+    @contextmanager
+    def _forgetting(self, packs: int) -> Iterator[None]:
+        """What only orders evictions may be lost: on a full disk packs are found and hinted all the same."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            self.count("uses_lost", packs)
+            event(log, WARNING, "uses of packs not kept", error=error)
+
+    def _next_seals(self) -> Counter[str]:
+        """Bytes, by tenant, of the pack that each bound session may seal next."""
+        sizes: Counter[str] = Counter()
+        for session in self.registry.all():
+            left = min(self.config.pack_tokens, session.declared_max_tokens - session.tokens)
+            if session.slots and left >= HASH_BLOCK_TOKENS:
+                tokens = left - left % HASH_BLOCK_TOKENS
+                sizes[session.worker.tenant] += native.file_bytes(session.layout, tokens, self.config.extent_blocks)
+        return sizes
 
     def tenant_key(self, worker: Worker) -> bytes:
         if worker.tenant not in self._tenant_keys:

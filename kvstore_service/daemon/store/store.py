@@ -26,7 +26,7 @@ class Store:
         self.packs = Packs(state, self.sessions)
         self.indexes = Indexes(state)
         self.operation = Operation(state)
-        self._upkeep = Upkeep([self.packs.expire])
+        self._upkeep = Upkeep([self.packs.expire, state.room.relieve, state.ballast.take_on, state.leases.expire])
 
     def close(self) -> None:
         """Releases every worker; what was committed stays."""

@@ -5,7 +5,8 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,8 +14,11 @@ from pathlib import Path
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config
+from kvstore_service.daemon.disk.ballast import Ballast, free_bytes
 from kvstore_service.daemon.disk.catalog import Catalog, remove_file, sync_directory
+from kvstore_service.daemon.store.leases import Leases
 from kvstore_service.daemon.store.registry import Session, Worker
+from kvstore_service.daemon.store.room import Room, full
 from kvstore_service.shared.types import (
     BUILD_BYTES,
     DIGEST_BYTES,
@@ -27,7 +31,6 @@ from kvstore_service.shared.types import (
     PackRow,
     ReservedPack,
     StoreError,
-    Violation,
 )
 
 UPLOADS_MAX = 4096
@@ -42,6 +45,7 @@ _FINISH_THREADS = 4
 class Upload:
     upload_id: int
     worker: Worker
+    session_id: str
     row: PackRow
     opened_s: float = field(default_factory=time.monotonic)
 
@@ -66,9 +70,14 @@ class _Progress:
 class Uploads:
     """Callers hold the worker's lock; tables that workers share have their own."""
 
-    def __init__(self, plane: native.DataPlane, catalog: Catalog, config: Config) -> None:
+    def __init__(
+        self, plane: native.DataPlane, catalog: Catalog, room: Room, leases: Leases, ballast: Ballast, config: Config
+    ) -> None:
         self._plane = plane
         self._catalog = catalog
+        self._room = room
+        self._leases = leases
+        self._ballast = ballast
         self._nvme_bytes = config.nvme_bytes
         self._pack_tokens = config.pack_tokens
         self._extent_blocks = config.extent_blocks
@@ -76,9 +85,9 @@ class Uploads:
         self._ttl_s = config.upload_ttl_s
         self._lock = threading.Lock()
         self._uploads: dict[int, Upload] = {}
+        self._continued: Counter[bytes] = Counter()  # open uploads by the pack that they continue
         self._claims: dict[bytes, Worker] = {}  # who writes a pack first, by id
         self._progress: dict[Worker, _Progress] = {}
-        self._promised_bytes = 0
         self._finishers = ThreadPoolExecutor(_FINISH_THREADS, thread_name_prefix="finish")
 
     def close(self) -> None:
@@ -92,22 +101,16 @@ class Uploads:
         What another worker is writing gets no upload, unless `compete`."""
         rows = self._rows(session, reservations, tenant_key)
         names = [row.ref.pack_id for row in rows]
+        self._leases.take(names, session.session_id)
         elsewhere = self._claim(session.worker, names, compete)
         winners = {name: self._served(name) for name in names}
         wanted = [row for row in rows if winners[row.ref.pack_id] is None and row.ref.pack_id not in elsewhere]
         self._disclaim(session.worker, [name for name in names if winners[name] is not None])
-        created: list[Upload] = []
         try:
             self._check_share(session.worker, wanted)
-            self.promise(sum(row.file_bytes for row in wanted))
-            try:
-                for row in wanted:
-                    created.append(self._create(session.worker, row))
-            except BaseException:
-                self.unpromise(sum(row.file_bytes for row in wanted[len(created) :]))
-                raise
+            self._room.promise(session.worker.tenant, sum(row.file_bytes for row in wanted), seal=bool(session.slots))
+            created = self._create_all(session, wanted)
         except BaseException:
-            self._discard(created)
             self._disclaim(session.worker, [row.ref.pack_id for row in wanted])
             raise
         uploads = {upload.row.ref.pack_id: upload.upload_id for upload in created}
@@ -201,6 +204,11 @@ class Uploads:
             found = [(upload, self._idle_s(upload.worker)) for upload in self._uploads.values()]
         return [DescribedUpload(upload, self._missing(upload), idle_s) for upload, idle_s in found]
 
+    def continues(self, name: bytes) -> bool:
+        """Whether an open upload continues the pack."""
+        with self._lock:
+            return self._continued[name] > 0
+
     def writer(self, name: bytes) -> Worker | None:
         """Who is writing a pack."""
         with self._lock:
@@ -252,7 +260,14 @@ class Uploads:
             return []
         try:
             sync_directory(self._catalog.packs_dir)
-            return self._catalog.commit_packs([upload.row for upload in finished])
+            rows = [upload.row for upload in finished]
+            for upload in finished:
+                self._leases.take([upload.row.ref.pack_id], upload.session_id)
+            with self._room.storing() as unpromise:
+                winners = self._ballast.behind(lambda: self._catalog.commit_packs(rows))
+                for upload in finished:
+                    self._end(upload, unpromise)
+            return winners
         except BaseException:
             for upload in finished:
                 self._settle(upload, won=False)
@@ -276,22 +291,6 @@ class Uploads:
         for upload in lost:
             self._settle(upload, won=False)
 
-    def promise(self, wanted_bytes: int) -> None:
-        """Sets bytes of the disk tier aside until `unpromise`, or until their row counts them."""
-        _, _, held_bytes = self._catalog.totals()
-        with self._lock:
-            if held_bytes + self._promised_bytes + wanted_bytes > self._nvme_bytes:
-                raise full(
-                    "nvme_bytes",
-                    f"{held_bytes} B stored and {self._promised_bytes} B reserved of {self._nvme_bytes} B; "
-                    f"{wanted_bytes} B more do not fit",
-                )
-            self._promised_bytes += wanted_bytes
-
-    def unpromise(self, size_bytes: int) -> None:
-        with self._lock:
-            self._promised_bytes -= size_bytes
-
     def open_count(self) -> int:
         with self._lock:
             return len(self._uploads)
@@ -299,7 +298,7 @@ class Uploads:
     def promised(self) -> tuple[int, dict[Path, int]]:
         """(bytes set aside, files of open uploads with the bytes that each will have)."""
         with self._lock:
-            return self._promised_bytes, {self._path(u.row): u.row.file_bytes for u in self._uploads.values()}
+            return self._room.promised_bytes(), {self._path(u.row): u.row.file_bytes for u in self._uploads.values()}
 
     def _rows(self, session: Session, reservations: Sequence[PackReservation], tenant_key: bytes) -> list[PackRow]:
         """What the reservations would become, with fresh builds; checks the chain."""
@@ -316,7 +315,7 @@ class Uploads:
             spec = native.pack_spec(name, build, parent_id, session.layout, item.tokens, self._extent_blocks)
             rows[name] = PackRow(
                 PackRef(name, build, item.first_token, item.tokens), parent_id, session.layout,
-                session.worker.tenant, f"{name.hex()}-{build.hex()}.pack", spec.file_bytes,
+                session.worker.tenant, spec.file_bytes,
             )  # fmt: skip
             parent_id = name
         if len(rows) != len(reservations):
@@ -336,18 +335,45 @@ class Uploads:
         return row.ref.end
 
     def _served(self, name: bytes) -> PackRow | None:
-        return None if name in self._catalog.damaged else self._catalog.pack(name)
+        return self._catalog.served(name)
 
-    def _create(self, worker: Worker, row: PackRow) -> Upload:
-        ref = row.ref
+    def _create_all(self, session: Session, rows: Sequence[PackRow]) -> list[Upload]:
+        """All or none; what was promised for none is given back. A full disk is evicted for, once."""
+        wanted_bytes = sum(row.file_bytes for row in rows)
+        for last in (False, True):
+            created: list[Upload] = []
+            try:
+                self._room.clear_disk(wanted_bytes)
+                for row in rows:
+                    created.append(self._create(session, row))
+                return created
+            except BaseException as error:
+                for upload in created:
+                    self._drop(upload)
+                no_space = isinstance(error, StoreError) and free_bytes(self._catalog.packs_dir) < wanted_bytes
+                if last or not no_space:
+                    self._room.unpromise(session.worker.tenant, wanted_bytes)
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _drop(self, upload: Upload) -> None:
+        """An upload of a reservation that failed; its bytes stay promised."""
+        with self._lock:
+            self._pop(upload)
+        with native.errors():
+            self._plane.abort_upload(upload.upload_id)
+
+    def _create(self, session: Session, row: PackRow) -> Upload:
+        worker, ref = session.worker, row.ref
         spec = native.pack_spec(ref.pack_id, ref.build, row.parent, row.layout, ref.tokens, self._extent_blocks)
         assert worker.native_id is not None
         with native.errors():
             upload_id = self._plane.create_upload(str(self._path(row)), spec)
             self._plane.own_upload(worker.native_id, upload_id)
-        upload = Upload(upload_id, worker, row)
+        upload = Upload(upload_id, worker, session.session_id, row)
         with self._lock:
             self._uploads[upload_id] = upload
+            self._continued[row.parent] += 1
         return upload
 
     def _examine(self, upload: Upload, ready: Sequence[Upload]) -> CommittedPack | None:
@@ -384,13 +410,25 @@ class Uploads:
         return None
 
     def _settle(self, upload: Upload, won: bool) -> None:
-        with self._lock:
-            if self._uploads.pop(upload.upload_id, None) is None:
-                return
-            self._promised_bytes -= upload.row.file_bytes
-        self._disclaim(upload.worker, [upload.row.ref.pack_id])
+        self._end(upload, self._room.unpromise)
         if not won:
             remove_file(self._path(upload.row))
+
+    def _pop(self, upload: Upload) -> bool:
+        """For a caller that holds the lock. False if it has ended already."""
+        if self._uploads.pop(upload.upload_id, None) is None:
+            return False
+        self._continued[upload.row.parent] -= 1
+        if not self._continued[upload.row.parent]:
+            del self._continued[upload.row.parent]
+        return True
+
+    def _end(self, upload: Upload, unpromise: Callable[[str, int], None]) -> None:
+        with self._lock:
+            if not self._pop(upload):
+                return
+        unpromise(upload.row.tenant, upload.row.file_bytes)
+        self._disclaim(upload.worker, [upload.row.ref.pack_id])
 
     def _discard(self, uploads: Sequence[Upload]) -> None:
         for upload in uploads:
@@ -426,9 +464,3 @@ def _check(item: PackReservation, pack_tokens: int) -> None:
 
 def _orphaned(parent: bytes) -> StoreError:
     return StoreError("FAILED_PRECONDITION", f"parent {parent.hex()} is not stored; commit it before or with this one")
-
-
-def full(subject: str, description: str) -> StoreError:
-    return StoreError(
-        "RESOURCE_EXHAUSTED", description, retry_after_s=5.0, violations=[Violation(subject, description)]
-    )

@@ -29,9 +29,11 @@ class Workers:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def admit(self, uid: int, pid: int, name: str) -> Worker:
-        """A new peer of the broker; its token authenticates its calls."""
-        return self._state.registry.add_worker(uid, pid, name)
+    def admit(self, uid: int, pid: int, name: str, operator: bool) -> Worker:
+        """A new peer of the broker; its token authenticates its calls. PERMISSION_DENIED, RESOURCE_EXHAUSTED."""
+        if operator and uid not in self._state.config.admin_uids:
+            raise StoreError("PERMISSION_DENIED", f"user id {uid} is not in admin_uids", reason="UID_REFUSED")
+        return self._state.registry.add_worker(uid, pid, name, operator)
 
     def register(
         self,
@@ -50,8 +52,8 @@ class Workers:
                 raise StoreError(
                     "FAILED_PRECONDITION", "registered already; connect to the broker again for new memory"
                 )
-            _check_memory(slots, window_bytes, staging_bytes, rings)
-            self._state.registry.grant_slots(worker, slots)
+            memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings)
+            self._state.registry.grant(worker, slots, memory_bytes)
             worker.wait_ms = wait_ms
             descriptors: list[int] = []
             try:
@@ -69,9 +71,10 @@ class Workers:
                 for fd in descriptors:
                     os.close(fd)
                 self._forget_memory(worker)
-                self._state.registry.grant_slots(worker, 0)
+                self._state.registry.grant(worker, 0, 0)
                 raise
             worker.rings = tuple(rings)
+            self._state.events.tell("worker", worker.tenant, detail=f"registered: {worker.name}, pid {worker.pid}")
             event(log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id)
             return Registered(worker.native_id, descriptors)
 
@@ -113,20 +116,19 @@ class Workers:
                 for binding in worker.bound.values():
                     self._state.release_packs(binding)
                 worker.bound.clear()
+                self._state.leases.drop_all(worker.token)
                 for session in list(worker.sessions.values()):
+                    self._state.leases.drop_all(session.session_id)
                     self._state.registry.close(session)
+        if level == INFO:
+            self._state.events.tell("worker", worker.tenant, detail=f"released: {worker.name}, pid {worker.pid}")
         event(log, level, "worker released", name=worker.name, pid=worker.pid)
 
 
-def _check_memory(slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry]) -> None:
+def _memory_bytes(slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry]) -> int:
     if slots < 1 or window_bytes < 1 or staging_bytes < 1 or not 1 <= len(rings) <= RINGS_MAX:
         raise StoreError(
             "INVALID_ARGUMENT", f"a worker has slots, window and staging bytes, and 1 to {RINGS_MAX} rings"
         )
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shapes = [native.ring_geometry(ring) for ring in rings]
-    ring_bytes = sum(shape.requests_bytes + shape.completions_bytes for shape in shapes)
-    if window_bytes + staging_bytes + ring_bytes > machine_bytes:
-        raise StoreError(
-            "RESOURCE_EXHAUSTED", f"window, staging and rings exceed the machine's {machine_bytes} B of memory"
-        )
+    return window_bytes + staging_bytes + sum(shape.requests_bytes + shape.completions_bytes for shape in shapes)

@@ -1,0 +1,123 @@
+"""The catalogue's tables, and how an older version becomes this one.
+
+Triggers keep what would else be a scan: `totals`, and how many packs continue each pack.
+"""
+
+import sqlite3
+from pathlib import Path
+
+from kvstore_service.shared.types import StoreError
+
+CATALOG_VERSION = 2
+EVERYONE = ""  # the row of `totals` that sums all tenants
+IMPORTANCE_S = 86400  # a pack of importance 1 is kept like one that was used a day later
+
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, key BLOB NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS quotas (tenant TEXT PRIMARY KEY, nvme_bytes INTEGER, dram_bytes INTEGER)",
+    """CREATE TABLE IF NOT EXISTS totals (
+      tenant TEXT PRIMARY KEY, packs INTEGER NOT NULL DEFAULT 0, pack_bytes INTEGER NOT NULL DEFAULT 0,
+      sidecar_bytes INTEGER NOT NULL DEFAULT 0, damaged INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID""",
+    f"""CREATE TABLE IF NOT EXISTS packs (
+      pack_id BLOB PRIMARY KEY, build BLOB NOT NULL, parent BLOB NOT NULL, fingerprint BLOB NOT NULL,
+      tenant TEXT NOT NULL, first_token INTEGER NOT NULL, tokens INTEGER NOT NULL, layers INTEGER NOT NULL,
+      kinds TEXT NOT NULL, file_bytes INTEGER NOT NULL, created_s REAL NOT NULL, last_used_s REAL NOT NULL,
+      importance REAL NOT NULL DEFAULT 0, children INTEGER NOT NULL DEFAULT 0, pinned_until_s REAL, damage TEXT,
+      keep_s REAL AS (last_used_s + {IMPORTANCE_S} * importance)) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS sidecars (
+      pack_id BLOB NOT NULL REFERENCES packs(pack_id), build BLOB NOT NULL, kind TEXT NOT NULL,
+      parameters BLOB NOT NULL, file TEXT NOT NULL UNIQUE, file_bytes INTEGER NOT NULL,
+      PRIMARY KEY (pack_id, build, kind, parameters)) WITHOUT ROWID""",
+)
+_EVICTABLE = "children = 0 AND pinned_until_s IS NULL"
+_INDEXES = (
+    "CREATE INDEX IF NOT EXISTS packs_by_parent ON packs(parent)",
+    f"CREATE INDEX IF NOT EXISTS packs_by_use ON packs(keep_s) WHERE {_EVICTABLE}",
+    f"CREATE INDEX IF NOT EXISTS packs_by_tenant_and_use ON packs(tenant, keep_s) WHERE {_EVICTABLE}",
+    "CREATE INDEX IF NOT EXISTS packs_pinned ON packs(pinned_until_s) WHERE pinned_until_s IS NOT NULL",
+    "CREATE INDEX IF NOT EXISTS packs_damaged ON packs(pack_id) WHERE damage IS NOT NULL",
+)
+
+
+def _total(tenant: str, **changes: str) -> str:
+    """The statement of a trigger that adds each change to the tenant's total and to everyone's."""
+    changed = ", ".join(f"{column} = {column} + ({change})" for column, change in changes.items())
+    return f"UPDATE totals SET {changed} WHERE tenant IN ('{EVERYONE}', {tenant});"
+
+
+def _tenant_of(row: str) -> str:
+    return f"(SELECT tenant FROM packs WHERE pack_id = {row}.pack_id)"
+
+
+_TRIGGERS = (
+    f"""CREATE TRIGGER IF NOT EXISTS pack_added AFTER INSERT ON packs BEGIN
+      INSERT OR IGNORE INTO totals (tenant) VALUES ('{EVERYONE}'), (new.tenant);
+      {_total("new.tenant", packs="1", pack_bytes="new.file_bytes", damaged="new.damage IS NOT NULL")}
+      UPDATE packs SET children = children + 1 WHERE pack_id = new.parent;
+    END""",
+    f"""CREATE TRIGGER IF NOT EXISTS pack_changed AFTER UPDATE OF file_bytes, damage ON packs BEGIN
+      {_total("new.tenant", pack_bytes="new.file_bytes - old.file_bytes",
+              damaged="(new.damage IS NOT NULL) - (old.damage IS NOT NULL)")}
+    END""",
+    f"""CREATE TRIGGER IF NOT EXISTS pack_removed AFTER DELETE ON packs BEGIN
+      {_total("old.tenant", packs="-1", pack_bytes="-old.file_bytes", damaged="-(old.damage IS NOT NULL)")}
+      UPDATE packs SET children = children - 1 WHERE pack_id = old.parent;
+    END""",
+    f"""CREATE TRIGGER IF NOT EXISTS sidecar_added AFTER INSERT ON sidecars BEGIN
+      {_total(_tenant_of("new"), sidecar_bytes="new.file_bytes")}
+    END""",
+    f"""CREATE TRIGGER IF NOT EXISTS sidecar_removed AFTER DELETE ON sidecars BEGIN
+      {_total(_tenant_of("old"), sidecar_bytes="-old.file_bytes")}
+    END""",
+)  # fmt: skip
+# Version 1 knew a pack's use and importance only as its creation, and a pin for ever only.
+_FROM_1 = (
+    "ALTER TABLE packs RENAME TO packs_1",
+    "ALTER TABLE sidecars RENAME TO sidecars_1",
+    "ALTER TABLE pins RENAME TO pins_1",
+    "DROP INDEX packs_by_parent",
+    *_TABLES,
+    *_TRIGGERS,
+    """INSERT INTO packs (pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes,
+      created_s, last_used_s, pinned_until_s)
+      SELECT pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes,
+      created_s, created_s, CASE WHEN pack_id IN (SELECT pack_id FROM pins_1) THEN 9e999 END FROM packs_1
+      ORDER BY first_token""",
+    "INSERT INTO sidecars SELECT * FROM sidecars_1",
+    "DROP TABLE sidecars_1",
+    "DROP TABLE pins_1",
+    "DROP TABLE packs_1",
+)
+
+
+def bring_up(db: sqlite3.Connection, data_dir: Path) -> None:
+    """Creates the tables, or brings those of an older version up to this one, whole or not at all.
+
+    FAILED_PRECONDITION if a newer version wrote them."""
+    version = _version(db)
+    if version > CATALOG_VERSION:
+        raise StoreError(
+            "FAILED_PRECONDITION",
+            f"{data_dir} was written by a newer kvstored (catalogue version {version}, this one knows "
+            f"{CATALOG_VERSION}); use that version or another data_dir",
+        )
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in (*(_FROM_1 if version == 1 else ()), *_TABLES, *_TRIGGERS, *_INDEXES):
+            db.execute(statement)
+        db.execute("INSERT OR IGNORE INTO totals (tenant) VALUES (?)", (EVERYONE,))
+        db.execute("INSERT OR REPLACE INTO meta VALUES ('version', ?)", (str(CATALOG_VERSION),))
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def _version(db: sqlite3.Connection) -> int:
+    """0 for a catalogue without tables."""
+    if not db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]:
+        return 0
+    row = db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
+    return int(row[0]) if row is not None else 0

@@ -1,0 +1,68 @@
+"""Replies: the latest answers of each caller's mutations, by idempotency key."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from kvstore_service.shared.types import StoreError
+
+REPLIES_MAX = 64  # per caller
+REPLY_BYTES_MAX = 64 << 10  # what is larger is not kept
+IDEMPOTENCY_KEY_MAX = 128
+
+
+class Replies:
+    """A repeated call gets the first one's answer, and waits for it if it is still under way; failures are not kept.
+
+    Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers: dict[str, OrderedDict[tuple[str, str], tuple[bytes, Future[bytes]]]] = {}
+
+    def once(
+        self, caller: str, method: str, key: str, request: bytes, act: Callable[[], bytes], timeout_s: float
+    ) -> bytes:
+        """INVALID_ARGUMENT for a key that came with another request."""
+        if len(key) > IDEMPOTENCY_KEY_MAX:
+            raise StoreError("INVALID_ARGUMENT", f"an idempotency key has at most {IDEMPOTENCY_KEY_MAX} letters")
+        digest = hashlib.sha256(request).digest()
+        name = (method, key)
+        with self._lock:
+            answers = self._answers.setdefault(caller, OrderedDict())
+            first = answers.get(name)
+            if first is None:
+                future: Future[bytes] = Future()
+                answers[name] = (digest, future)
+                while len(answers) > REPLIES_MAX:
+                    answers.popitem(last=False)
+        if first is not None:
+            return _repeat(first, digest, timeout_s)
+        try:
+            answer = act()
+        except BaseException as error:
+            with self._lock:
+                answers.pop(name, None)
+            future.set_exception(error)
+            raise
+        if len(answer) > REPLY_BYTES_MAX:
+            with self._lock:
+                answers.pop(name, None)
+        future.set_result(answer)
+        return answer
+
+    def forget(self, caller: str) -> None:
+        with self._lock:
+            self._answers.pop(caller, None)
+
+
+def _repeat(first: tuple[bytes, Future[bytes]], digest: bytes, timeout_s: float) -> bytes:
+    if first[0] != digest:
+        raise StoreError("INVALID_ARGUMENT", "the idempotency key was used with another request")
+    try:
+        return first[1].result(timeout_s)
+    except FutureTimeout:
+        raise StoreError("DEADLINE_EXCEEDED", "the first call with this idempotency key is still under way") from None

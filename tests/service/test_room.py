@@ -1,0 +1,230 @@
+"""A full store makes room by itself: what is used least goes, and nothing that anybody holds."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_service.client import AdminClient, PackImportance, PackRef, StoreClient, StoreError
+from tests.daemon_process import Daemon
+from tests.faults.life import until
+from tests.service.test_administration import chain
+from tests.service.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
+
+PACK_BYTES = 274_432  # of a pack of tests.service.world
+RECORDS = np.arange(TOKENS, dtype=np.uint32)
+
+
+@contextmanager
+def store(directory: Path, packs: float, *options: str) -> Iterator[tuple[Daemon, TestWorker, AdminClient]]:
+    """A daemon with room for so many packs, where what was found or written may go at once; and one worker."""
+    bound = (f"--nvme-bytes={int(packs * PACK_BYTES)}", "--lease-s=0", "--copy-threads=1")
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(directory, options=(*bound, *options)))
+        worker = TestWorker(stack.enter_context(StoreClient.connect(daemon.socket, daemon.broker)))
+        stack.callback(worker.close)
+        yield daemon, worker, stack.enter_context(AdminClient.connect(daemon.socket, daemon.broker))
+
+
+def stored(worker: TestWorker, number: int) -> bool:
+    """Looks it up, which is a use."""
+    return bool(worker.client.lookup_prefix(LAYOUT.fingerprint, [candidate(number)]))
+
+
+def write(worker: TestWorker, number: int) -> PackRef:
+    session = worker.client.open_session(LAYOUT, 4096)
+    pack = worker.commit(session, number)
+    worker.client.close_session(session)
+    return pack
+
+
+def ids(admin: AdminClient) -> set[bytes]:
+    return {pack.pack_id for pack in admin.list_packs()}
+
+
+def test_what_was_used_least_goes_first(tmp_path: Path) -> None:
+    with store(tmp_path, 6.5, "--evict-high=1", "--evict-low=1") as (_, worker, admin):
+        packs = [write(worker, number) for number in range(1, 7)]
+        assert stored(worker, 1)
+        write(worker, 7)
+        write(worker, 8)
+        gone = {pack.pack_id for pack in packs} - ids(admin)
+        assert gone == {packs[1].pack_id, packs[2].pack_id}
+        counters = admin.get_status().counters
+        assert (counters["packs_evicted_room"], counters["packs_evicted_operator"]) == (2, 0)
+        assert [check for check in admin.audit() if not check.ok] == []
+
+
+def test_a_chain_goes_from_its_end(tmp_path: Path) -> None:
+    with store(tmp_path, 4.5, "--evict-high=1", "--evict-low=1") as (_, worker, admin):
+        session = worker.client.open_session(LAYOUT, 4096)
+        packs = chain(worker, session, [1, 2, 3, 4])
+        worker.client.close_session(session)
+        write(worker, 9)
+        write(worker, 10)
+        assert {pack.pack_id for pack in packs} & ids(admin) == {pack.pack_id for pack in packs[:2]}
+
+
+def test_what_is_hinted_hot_stays_longer(tmp_path: Path) -> None:
+    with store(tmp_path, 4.5, "--evict-high=1", "--evict-low=1") as (_, worker, admin):
+        hot, *cold = [write(worker, number) for number in range(1, 5)]
+        session = worker.client.open_session(LAYOUT, 4096)
+        worker.client.hint_importance(session, [PackImportance(hot, np.full((LAYERS, LANES), TOKENS, np.uint32))])
+        for number in (11, 12, 13):
+            write(worker, number)
+        assert hot.pack_id in ids(admin)
+        assert not {pack.pack_id for pack in cold} & ids(admin)
+
+
+def test_above_the_high_watermark_it_evicts_down_to_the_low_one(tmp_path: Path) -> None:
+    with store(tmp_path, 10, "--evict-high=0.8", "--evict-low=0.4") as (_, worker, admin):
+        for number in range(1, 9):
+            write(worker, number)
+        assert len(ids(admin)) == 8
+        write(worker, 9)
+        until(lambda: len(ids(admin)) == 4, "the low watermark")
+        assert stored(worker, 9)
+
+
+def held(worker: TestWorker, admin: AdminClient, how: str, pack: PackRef) -> Callable[[], None]:
+    """Holds the pack; returns what lets go of it."""
+    if how == "pin":
+        admin.pin([pack.pack_id])
+        return lambda: admin.unpin([pack.pack_id])
+    session = worker.client.open_session(LAYOUT, 4096)
+    if how == "upload":
+        (upload,) = worker.client.reserve_pack(session, [reservation(100, 1, pack.pack_id)])
+        assert upload.upload_id is not None
+        upload_id = upload.upload_id
+        return lambda: worker.client.abort_pack([upload_id])
+    worker.client.attach_packs(session, [pack])
+    if how == "bind":
+        worker.client.bind_slot(session, 0, [pack], worker.windows(0))
+    return lambda: worker.client.close_session(session)
+
+
+@pytest.mark.parametrize("how", ["pin", "attach", "bind", "upload"])
+def test_nothing_goes_that_anybody_holds(tmp_path: Path, how: str) -> None:
+    with store(tmp_path, 5.9, "--evict-high=1", "--evict-low=1") as (_, worker, admin):
+        pack = write(worker, 1)
+        let_go = held(worker, admin, how, pack)
+        for number in range(2, 10):
+            write(worker, number)
+        assert pack.pack_id in ids(admin)
+        let_go()
+        for number in range(10, 18):
+            write(worker, number)
+        assert pack.pack_id not in ids(admin)
+        assert [check for check in admin.audit() if not check.ok] == []
+
+
+def test_a_pin_ends_with_its_time(tmp_path: Path) -> None:
+    with store(tmp_path, 4.5, "--evict-high=1", "--evict-low=1") as (_, worker, admin):
+        pack = write(worker, 1)
+        admin.pin([pack.pack_id], ttl_s=1.0)
+        for number in range(2, 8):
+            write(worker, number)
+        assert pack.pack_id in ids(admin)
+        until(lambda: not any(item.pinned for item in admin.list_packs()), "the pin ends")
+        for number in range(8, 12):
+            write(worker, number)
+        assert pack.pack_id not in ids(admin)
+
+
+def test_what_was_found_stays_until_it_is_attached(tmp_path: Path) -> None:
+    with store(tmp_path, 4.5, "--evict-high=1", "--evict-low=1", "--lease-s=60") as (_, worker, admin):
+        packs = [write(worker, number) for number in (1, 2, 3, 4)]
+        assert all(stored(worker, number) for number in (1, 2, 3, 4))
+        session = worker.client.open_session(LAYOUT, 4096)
+        with pytest.raises(StoreError, match=r"RESOURCE_EXHAUSTED.*pinned or in use"):
+            worker.client.reserve_pack(session, [reservation(5)])
+        assert ids(admin) == {pack.pack_id for pack in packs}
+        worker.client.attach_packs(session, packs[:1])
+        worker.client.close_session(session)
+        write(worker, 5)  # its finder has had it
+        assert ids(admin).isdisjoint({packs[0].pack_id})
+
+
+def test_a_store_that_is_all_in_use_refuses_with_the_figures(tmp_path: Path) -> None:
+    with store(tmp_path, 4.5) as (_, worker, admin):
+        for number in (1, 2, 3, 4):
+            admin.pin([write(worker, number).pack_id])
+        session = worker.client.open_session(LAYOUT, 4096)
+        with pytest.raises(StoreError) as raised:
+            worker.client.reserve_pack(session, [reservation(5)])
+        assert raised.value.code == "RESOURCE_EXHAUSTED"
+        assert f"{4 * PACK_BYTES} B stored and 0 B reserved of" in raised.value.message
+        assert f"{PACK_BYTES} B more do not fit; what is stored is pinned or in use" in raised.value.message
+        assert [item.subject for item in raised.value.violations] == ["nvme_bytes"]
+        assert raised.value.retry_after_s
+
+
+def test_a_store_told_to_refuse_evicts_nothing(tmp_path: Path) -> None:
+    with store(tmp_path, 4.5, "--on-full=refuse") as (_, worker, admin):
+        for number in (1, 2, 3, 4):
+            write(worker, number)
+        with pytest.raises(StoreError, match="RESOURCE_EXHAUSTED"):
+            write(worker, 5)
+        assert len(ids(admin)) == 4
+
+
+def test_a_running_generation_seals_where_no_prompt_fits_any_more(tmp_path: Path) -> None:
+    with store(tmp_path, 18.2, "--pack-tokens=256") as (_, worker, admin):
+        session = worker.client.open_session(LAYOUT, 4096)
+        packs = chain(worker, session, [1])
+        worker.client.bind_slot(session, 0, packs, worker.windows(0))
+        numbers = iter(range(2, 100))
+        with pytest.raises(StoreError, match=r"kept for running generations"):  # noqa: PT012
+            for number in numbers:
+                admin.pin([write(worker, number).pack_id])
+        assert len(ids(admin)) == 17
+        (sealed,) = worker.client.reserve_pack(session, [reservation(200, 1, packs[0].pack_id)])
+        assert sealed.upload_id is not None
+        worker.store(sealed.upload_id, 200)
+        worker.client.seal_tail(session, sealed.upload_id)
+        assert len(ids(admin)) == 18
+
+
+def test_lookups_beside_eviction_name_nothing_that_cannot_be_attached(tmp_path: Path) -> None:
+    """Two writers evict each other's packs while a third looks up, attaches and reads."""
+    with store(tmp_path, 6.5, "--lease-s=10") as (daemon, reader, admin):
+        ends_s = time.monotonic() + 4.0
+        failures: list[BaseException] = []
+
+        def fill(first: int) -> None:
+            try:
+                with StoreClient.connect(daemon.socket, daemon.broker) as client:
+                    worker = TestWorker(client)
+                    for turn in range(10**6):
+                        if time.monotonic() > ends_s:
+                            break
+                        write(worker, first + turn)
+                    worker.close()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=fill, args=(first,)) for first in (1000, 2_000_000)]
+        for thread in threads:
+            thread.start()
+        attached = turn = 0
+        while time.monotonic() < ends_s:
+            number = 1000 + turn % 40 if turn % 2 else 2_000_000 + turn % 40
+            turn += 1
+            found = reader.client.lookup_prefix(LAYOUT.fingerprint, [candidate(number)])
+            if found:
+                session = reader.client.open_session(LAYOUT, 4096)
+                reader.client.attach_packs(session, found)
+                epoch = reader.client.bind_slot(session, 0, found, reader.windows(0))
+                assert (reader.gather(0, epoch, RECORDS) == expected([number], RECORDS)).all()
+                reader.client.close_session(session)
+                attached += 1
+        for thread in threads:
+            thread.join(30)
+        assert not failures, failures
+        assert attached
+        assert admin.get_status().counters["packs_evicted_room"] > 10
+        assert [check for check in admin.audit() if not check.ok] == []

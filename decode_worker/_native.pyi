@@ -15,7 +15,7 @@ STATUS_STALE: int
 STATUS_POISON: int
 
 class RingError(RuntimeError): ...
-class NoCredit(RingError): ...  # the oldest ticket has not been consumed and read yet
+class NoCredit(RingError): ...  # the oldest ticket has not been consumed or collected yet
 class RingTimeout(RingError): ...  # the deadline passed; the ring is poisoned and final
 class RingPoisoned(RingError): ...
 
@@ -30,11 +30,20 @@ class RingProducer:
     pairs_max: int
     poisoned: bool
     in_flight: int  # tickets posted and not yet collected
-    def post(self, op: int, step: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32]) -> int:
+    def post(
+        self,
+        op: int,
+        step: int,
+        layer: int,
+        runs: NDArray[np.void],
+        pairs: NDArray[np.uint32],
+        timeout_us: int = 2_000_000,
+    ) -> int:
         """Posts one ticket: runs (RUN_DTYPE; first_pair counts from 0 within `pairs`), pairs uint32[n, 2] (record,
-        place), each
-        run's pairs sorted by record. Returns its sequence (from 1). Raises NoCredit, RingPoisoned, ValueError
-        (limits)."""
+        place), each run's pairs sorted by record. Returns its sequence (from 1).
+
+        Waits up to `timeout_us` until the daemon has consumed the ticket whose area this one takes. Raises NoCredit
+        (after that, or at once if this caller has not collected that ticket), RingPoisoned, ValueError (limits)."""
     def poll(self, seq: int) -> NDArray[np.uint32]:
         """uint32[runs, 2] (status, aux) of a ticket in flight; status 0 where not done yet. Never blocks. A run's
         result, once seen, stays.
@@ -42,7 +51,7 @@ class RingProducer:
     def wait(self, seq: int, timeout_us: int, spin_us: int = 30) -> NDArray[np.uint32]:
         """Like poll, but until every run is terminal; the ticket is then collected (its cells read). At the deadline
         poisons
-        the ring and raises RingTimeout. Spins, then sleeps on the futex."""
+        the ring and raises RingTimeout. Spins, then sleeps on the futex; a signal's handler may end it."""
     def poison(self) -> None: ...
     def heartbeat_ns(self) -> int: ...
     def close(self) -> None: ...

@@ -72,6 +72,11 @@ class WorkerConfig:
             raise ConfigError(f"context={self.context}: must exceed sink + recent = {self.sink + self.recent}")
 
     @property
+    def answer_s(self) -> float:
+        """How long a daemon that lives may take for an answer that costs it nothing: any wait, and a little."""
+        return self.wait_ms / 1000 + 0.7
+
+    @property
     def tail_places(self) -> int:
         """T of docs/qsac.md."""
         return self.tail or self.recent + 512

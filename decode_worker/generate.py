@@ -58,13 +58,16 @@ def _encode(config: WorkerConfig, prompt_file: Path, new_tokens: int) -> list[in
 
 
 def _require_daemon(config: WorkerConfig) -> None:
+    fix = "start one (kvstored), name its --socket and --broker, or give --private"
     try:
-        with StoreClient.connect(str(config.socket), str(config.broker), config.name) as client:
+        with StoreClient.connect(str(config.socket), str(config.broker), config.name, config.answer_s) as client:
             client.require_serving()
     except StoreError as error:
+        if error.code == "DEADLINE_EXCEEDED":
+            silent = f"the daemon at {config.socket} has not answered for {config.wait_ms} ms"
+            raise StoreError(error.code, f"{silent}: it is stopped or overloaded; see its log, or {fix}") from error
         if error.code != "UNAVAILABLE":
             raise
-        fix = "start one (kvstored), name its --socket and --broker, or give --private"
         raise StoreError(error.code, f"{error.message}; {fix}") from error
 
 

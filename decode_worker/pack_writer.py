@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import packing
+from decode_worker.failures import clean_up
 from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.plan import RUN_DTYPE
 from decode_worker.records import RecordFormat
@@ -25,15 +27,27 @@ from kvstore_service.client import (
     StoreError,
 )
 
+OTHERS_WAIT_S = 120.0
+
+
+class LeftAlone(RuntimeError):
+    """What was left to another worker has to be written here after all, by computing it again: that worker gave it up,
+    or (`compete`) is too slow."""
+
+    def __init__(self, packs: int, compete: bool) -> None:
+        super().__init__(f"another worker {'is too slow with' if compete else 'gave up'} {packs} packs of this prompt")
+        self.compete = compete
+
 
 @dataclass
 class PackDraft:
     """A pack on its way into the store.
 
     One that is stored already takes no records; if nobody has indexed it for this retriever, it still takes an index,
-    in the stored pack's order.
+    in the stored pack's order. Nor does one that another worker is writing: `commit` waits for that worker's.
     """
 
+    reservation: PackReservation
     reserved: ReservedPack
     known: IndexedPack | None = None  # stored and indexed: nothing is left to do
     stored_order: NDArray[np.uint16] | None = None  # stored, not indexed: [layers, H, n]
@@ -62,17 +76,38 @@ class PackWriter:
         self._clustered = clustered
         self._staging: StagingRing | None = None
 
-    def reserve(self, session_id: str, reservations: Sequence[PackReservation]) -> list[PackDraft]:
+    def reserve(
+        self, session_id: str, reservations: Sequence[PackReservation], compete: bool = False
+    ) -> list[PackDraft]:
+        """compete: writes also what another worker is writing; the first commit wins. DATA_LOSS, once all of them have
+        been looked at, if stored packs are damaged: reserve again, and they are written anew."""
         if not reservations:
             return []
         self._staging = StagingRing(self._transport, self._records.staged_bytes(max(r.tokens for r in reservations)))
-        return [self._draft(item) for item in self._client.reserve_pack(session_id, reservations)]
+        answers = self._client.reserve_pack(session_id, reservations, compete)
+        drafts = [PackDraft(*pair) for pair in zip(reservations, answers, strict=True)]
+        try:
+            self._join(drafts)
+        except BaseException as error:
+            self.abort(drafts, error)
+            raise
+        return drafts
 
-    def _draft(self, reserved: ReservedPack) -> PackDraft:
-        if not reserved.exists:
-            return PackDraft(reserved)
-        known = self._catalogue.find(reserved.pack)
-        return PackDraft(reserved, known, None if known else self._client.get_map(reserved.pack))
+    def _join(self, drafts: Sequence[PackDraft]) -> None:
+        """Finds indexes and maps of the drafts that are stored already."""
+        damage: StoreError | None = None
+        for draft in drafts:
+            if not draft.reserved.exists:
+                continue
+            try:
+                draft.known = self._catalogue.find(draft.reserved.pack)
+                draft.stored_order = None if draft.known else self._client.get_map(draft.reserved.pack)
+            except StoreError as error:
+                if error.code != "DATA_LOSS":
+                    raise
+                damage = error
+        if damage is not None:
+            raise damage
 
     def store(
         self, draft: PackDraft, layer: int, keys: torch.Tensor, values: torch.Tensor, importance: torch.Tensor
@@ -84,7 +119,7 @@ class PackWriter:
         order = self._order(draft, layer, rounded, importance)
         draft.orders.append(order)
         draft.index_layers.append(self._retriever.build(layer, rounded.numpy(), order))
-        if not draft.reserved.exists:
+        if draft.reserved.upload_id is not None:
             self._stage(draft, layer, keys, values, order)
 
     def _order(self, draft: PackDraft, layer: int, keys: torch.Tensor, importance: torch.Tensor) -> NDArray[np.uint16]:
@@ -115,7 +150,10 @@ class PackWriter:
             self._staging.flush()
 
     def commit(self, session_id: str, drafts: Sequence[PackDraft]) -> list[IndexedPack]:
-        """Makes the drafts durable; a pack that another writer committed first is taken from the store."""
+        """Makes the drafts durable; a pack that another writer committed first is taken from the store.
+
+        LeftAlone if another worker does not commit a pack that this one has left to it."""
+        self._await_others(session_id, drafts)
         mine = [d.reserved.upload_id for d in drafts if d.reserved.upload_id is not None]
         committed = iter(self._client.commit_pack(session_id, mine) if mine else [])
         packs, fresh = [], []
@@ -128,22 +166,37 @@ class PackWriter:
         self._hint(session_id, packs)
         return packs
 
+    def _await_others(self, session_id: str, drafts: Sequence[PackDraft]) -> None:
+        """Returns when every pack that other workers are writing is stored."""
+        deadline = time.monotonic() + OTHERS_WAIT_S
+        while theirs := [draft for draft in drafts if draft.reserved.retry_after_s is not None]:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise LeftAlone(len(theirs), compete=True)
+            time.sleep(min(remaining_s, *(draft.reserved.retry_after_s or 0 for draft in theirs)))
+            parents = dict(zip(map(id, drafts[1:]), (d.reserved.pack.pack_id for d in drafts), strict=False))
+            again = [replace(d.reservation, parent=parents.get(id(d), d.reservation.parent)) for d in theirs]
+            for draft, answer in zip(theirs, self._client.reserve_pack(session_id, again), strict=True):
+                draft.reserved = answer
+            given_up = [draft for draft in theirs if draft.reserved.upload_id is not None]
+            if given_up:
+                raise LeftAlone(len(given_up), compete=False)
+
     def seal(self, session_id: str, draft: PackDraft) -> IndexedPack:
         """Commits a draft of the session's oldest tail tokens and appends it to the bound session."""
         if draft.reserved.upload_id is None:
             ref = self._client.seal_existing(session_id, draft.reserved.pack)
         else:
             ref = self._client.seal_tail(session_id, draft.reserved.upload_id)
-        pack = draft.known or self._committed(draft, CommittedPack(ref, exists=ref.build != draft.reserved.pack.build))
-        if draft.known is None:
-            self._catalogue.publish([pack])
-        return pack
+        return draft.known or self._committed(draft, CommittedPack(ref, exists=ref.build != draft.reserved.pack.build))
 
     def _committed(self, draft: PackDraft, result: CommittedPack | None) -> IndexedPack:
-        """The indexed pack of a draft; `result` is None for one that was stored already."""
+        """The indexed pack of a draft; `result` is None for one that was stored already, or by another worker."""
         index, order = self._retriever.assemble(draft.index_layers), np.stack(draft.orders)
         if result is None:
-            return IndexedPack(draft.reserved.pack, order, index)
+            if draft.stored_order is not None:
+                return IndexedPack(draft.reserved.pack, order, index)
+            result = CommittedPack(draft.reserved.pack, exists=True)
         if result.pack is None:
             raise result.error or StoreError("INTERNAL", "the store committed a pack without naming it")
         if not result.exists:
@@ -153,8 +206,11 @@ class PackWriter:
         record_of_token = order.argsort(axis=2)
         return IndexedPack(result.pack, theirs, index.reordered(np.take_along_axis(record_of_token, theirs, axis=2)))
 
-    def abort(self, drafts: Sequence[PackDraft]) -> None:
-        self._client.abort_pack([d.reserved.upload_id for d in drafts if d.reserved.upload_id is not None])
+    def abort(self, drafts: Sequence[PackDraft], error: BaseException) -> None:
+        """Gives uploads up after `error`, as far as the store lets it."""
+        mine = [d.reserved.upload_id for d in drafts if d.reserved.upload_id is not None]
+        if mine:
+            clean_up(error, self._client.abort_pack, mine)
 
     def _hint(self, session_id: str, packs: Sequence[IndexedPack]) -> None:
         """Tells the store which records are worth its memory: the important class at the front of each segment."""

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_worker.retrieval.base import PackIndex, Retriever
+from decode_worker.failures import refused_for_now
+from decode_worker.retrieval.base import Retriever
+from decode_worker.retrieval.index import IndexFormatError, PackIndex
 from kvstore_service.client import PackRef, SidecarKey, StoreClient, StoreError
+
+UNPUBLISHED_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -38,33 +42,53 @@ class PackCatalogue:
         self._retriever = retriever
         self._packs_max = packs_max
         self._packs: OrderedDict[tuple[bytes, bytes], IndexedPack] = OrderedDict()
+        self._unpublished: list[IndexedPack] = []
+        self.sidecars_refused = 0
 
     def find(self, ref: PackRef) -> IndexedPack | None:
-        """From memory, else from the daemon; None if nobody has indexed the pack for this retriever."""
+        """From memory, else from the daemon; None if there is no good index of the pack for this retriever.
+
+        StoreError (DATA_LOSS) if the pack itself is damaged."""
         key = (ref.pack_id, ref.build)
         if key not in self._packs:
-            blob = self._client.get_sidecar(self._sidecar_key(ref))
-            if blob is None:
+            index = self._load(ref)
+            if index is None:
                 return None
-            self._remember(IndexedPack(ref, self._client.get_map(ref), self._retriever.load(blob)))
+            self._remember(IndexedPack(ref, self._client.get_map(ref), index))
         self._packs.move_to_end(key)
         return self._packs[key]
 
-    def get(self, ref: PackRef) -> IndexedPack:
-        """Like `find`, but a pack without an index is StoreError NOT_FOUND."""
-        found = self.find(ref)
-        if found is None:
-            name, kind = ref.pack_id.hex()[:16], self._retriever.name
-            raise StoreError(
-                "NOT_FOUND", f"pack {name} has no '{kind}' index: prefill its text once with this retriever"
-            )
-        return found
+    def _load(self, ref: PackRef) -> PackIndex | None:
+        """A damaged index is none: it can be made again from the pack, and then replaces the damaged one."""
+        try:
+            blob = self._client.get_sidecar(self._sidecar_key(ref))
+            return None if blob is None else self._retriever.load(blob)
+        except IndexFormatError:
+            return None
+        except StoreError as error:
+            if error.code != "DATA_LOSS":
+                raise
+            return None
 
     def publish(self, packs: Sequence[IndexedPack]) -> None:
-        """Keeps freshly committed packs and stores their indexes beside them."""
+        """Keeps indexed packs, and stores their indexes beside them as far as the store has room.
+
+        An index without room is counted and offered again with the next ones: others can make it themselves."""
         for pack in packs:
-            self._client.put_sidecar(self._sidecar_key(pack.ref), pack.index.save())
             self._remember(pack)
+        waiting = [*self._unpublished, *packs]
+        self._unpublished = []
+        for pack in waiting:
+            try:
+                self._client.put_sidecar(self._sidecar_key(pack.ref), pack.index.save())
+            except StoreError as error:
+                if error.code in ("NOT_FOUND", "FAILED_PRECONDITION"):  # evicted, or replaced by another build
+                    continue
+                if not refused_for_now(error):
+                    raise
+                self._unpublished.append(pack)
+                self.sidecars_refused += 1
+        del self._unpublished[:-UNPUBLISHED_MAX]
 
     def _remember(self, pack: IndexedPack) -> None:
         self._packs[(pack.ref.pack_id, pack.ref.build)] = pack

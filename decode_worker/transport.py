@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -26,6 +27,8 @@ FAULT_NAMES = {
     15: "DATA_LOSS",
 }
 DATA_LOSS = 15
+LATE_RETRY_S = 1.0  # after runs whose disk reads or writes were too slow
+BEAT_MARGIN_NS = 500_000_000  # a beat comes every 50 ms, but a loaded machine may delay it
 
 
 class Transport:
@@ -54,6 +57,7 @@ class Transport:
             window_bytes=window_bytes,
             staging_bytes=staging_bytes,
             rings=[decode_ring, bulk_ring],
+            wait_ms=wait_ms,
         )
         self.pack_tokens = memory.pack_tokens
         self._window_map = mmap.mmap(memory.window_fd, window_bytes)
@@ -63,11 +67,18 @@ class Transport:
         self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
         self._posted: deque[int] = deque()  # bulk tickets that nobody has collected
         memory.close()
+        client.watch(self.require_daemon)
 
     def require_alive(self) -> None:
         """Raises RingPoisoned after a RingTimeout, whichever ring it was."""
         if self.decode.poisoned or self.bulk.poisoned:
             raise _native.RingPoisoned("the store missed a deadline: this worker is finished, make a new one")
+
+    def require_daemon(self) -> None:
+        """StoreError (DEADLINE_EXCEEDED) once a ring is poisoned, or the daemon's heartbeat is older than any wait."""
+        silence_ns = time.monotonic_ns() - self.bulk.heartbeat_ns()
+        if self.decode.poisoned or self.bulk.poisoned or silence_ns > self.wait_us * 1000 + BEAT_MARGIN_NS:
+            raise StoreError("DEADLINE_EXCEEDED", "the store does not answer: this worker is finished, make a new one")
 
     def run(self, tickets: Iterable[Ticket]) -> None:
         """Posts bulk tickets as credit allows and returns when all are done. Raises StoreError on the first failed
@@ -82,7 +93,8 @@ class Transport:
         """Posts one bulk ticket; collects the oldest first if the ring is full."""
         if len(self._posted) == self.bulk.tickets:
             self.collect()
-        self._posted.append(self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs))
+        seq = self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs, self.wait_us)
+        self._posted.append(seq)
 
     def collect(self) -> None:
         """Returns when the oldest bulk ticket is done. StoreError if a run of it failed."""
@@ -122,7 +134,8 @@ def raise_for_status(statuses: NDArray[np.uint32]) -> None:
     status, fault = max((int(s), int(f)) for s, f in failed)
     worst = DATA_LOSS if DATA_LOSS in failed[:, 1] else fault
     name = FAULT_NAMES.get(worst, "ABORTED" if status == _native.STATUS_STALE else "INTERNAL")
-    raise StoreError(name, f"{len(failed)} of {len(statuses)} transfers failed in the store ({name})")
+    retry_after_s = LATE_RETRY_S if name == "UNAVAILABLE" else None
+    raise StoreError(name, f"{len(failed)} of {len(statuses)} transfers failed in the store ({name})", retry_after_s)
 
 
 class StagingRing:

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from decode_worker import _native
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.session import Session
+from decode_worker.failures import explained
 from decode_worker.model.sampling import Sampler, Sampling
 from decode_worker.model.tokenizer import TextStream
+from decode_worker.model.transformer import Transformer
 from kvstore_service.client import AdminClient, StoreError
 
 PREFILL_THREADS = len(os.sched_getaffinity(0))
@@ -59,7 +62,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         # A decode step's products are small: more threads than the kernels get only take cores from the daemon.
         torch.set_num_threads(config.threads)
-        self._engine = Engine(config)
+        self._engine = _joined(config, None)
         self._admin: AdminClient | None = None
         self._may_administer = True
         self._footprint: Footprint | None = None
@@ -77,7 +80,7 @@ class Worker:
         config, model = self._engine.config, self._engine.model
         self._engine.close()
         self._footprint = None
-        self._engine = Engine(replace(config, **changes), model)
+        self._engine = _joined(replace(config, **changes), model)
 
     def text_stream(self) -> TextStream:
         """Turns generated token ids into text as they come."""
@@ -98,29 +101,32 @@ class Worker:
                 progress(done, total)
 
         started = time.monotonic()
-        with _torch_threads(PREFILL_THREADS):
-            session, _ = self._engine.prefill(ids, show)
-        seconds = time.monotonic() - started
-        stored = session.stored
-        self._engine.close_session(session)
+        with self._explaining():
+            with _torch_threads(PREFILL_THREADS):
+                session, _ = self._engine.prefill(ids, show)
+            seconds = time.monotonic() - started
+            stored = session.stored
+            self._engine.close_session(session)
         return PrefillReport(len(ids), stored, seconds)
 
     def prefill_speed(self, ids: Sequence[int], stored: bool) -> float:
         """Tokens/s of computing a prompt, with its packs written and committed or with nothing kept."""
         started = time.monotonic()
-        with _torch_threads(PREFILL_THREADS):
-            session = self._engine.prefill(ids)[0] if stored else self._engine.compute_only(ids)
-        seconds = time.monotonic() - started
-        if isinstance(session, Session):
-            self._engine.close_session(session)
+        with self._explaining():
+            with _torch_threads(PREFILL_THREADS):
+                session = self._engine.prefill(ids)[0] if stored else self._engine.compute_only(ids)
+            seconds = time.monotonic() - started
+            if isinstance(session, Session):
+                self._engine.close_session(session)
         return len(ids) / seconds
 
     def answer(self, document: Sequence[int], question: Sequence[int], new_tokens: int) -> Answer:
         """Asks one question of a stored document in a fresh session: one decode step per question and answer token."""
         began = time.monotonic()
-        session, rest = self._engine.attach([*document, *question])
+        with self._explaining():
+            session, rest = self._engine.attach([*document, *question])
         bind_s = time.monotonic() - began
-        with self._closing(session):
+        with self._explaining(), self._closing(session):
             before, moved, started = self._io(), self._engine.policy.counters.records_moved, time.monotonic()
             tokens = list(self._greedy(session, rest, new_tokens))
             seconds = time.monotonic() - started
@@ -153,10 +159,10 @@ class Worker:
         progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[int]:
         """Prefills a prompt and yields its continuation until `new_tokens` or an end-of-sequence token."""
-        with _torch_threads(PREFILL_THREADS):
+        with self._explaining(), _torch_threads(PREFILL_THREADS):
             session, logits = self._engine.prefill(ids, progress, growth=new_tokens)
         sampler = Sampler([sampling])
-        with self._closing(session):
+        with self._explaining(), self._closing(session):
             for produced in range(new_tokens):
                 token = int(sampler.next(logits[None])[0])
                 if token in self._engine.tokenizer.eos_ids:
@@ -175,11 +181,18 @@ class Worker:
         """Closes the session; an error under way matters more than one of the closing."""
         try:
             yield
-        except BaseException:
-            with contextlib.suppress(StoreError):
-                self._engine.close_session(session)
+        except BaseException as error:
+            self._engine.give_up(session, error)
             raise
         self._engine.close_session(session)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Failures in words for whoever waits for the answer."""
+        try:
+            yield
+        except (StoreError, _native.RingError) as error:
+            raise explained(error, self._engine.config, self._engine.client) from error
 
     def _footprint_of(self, session: Session) -> Footprint:
         geometry = session.geometry
@@ -206,7 +219,7 @@ class Worker:
         if not self._may_administer:
             return None, None
         config = self._engine.config
-        self._admin = self._admin or AdminClient.connect(str(config.socket), str(config.broker))
+        self._admin = self._admin or AdminClient.connect(str(config.socket), str(config.broker), config.answer_s)
         try:
             status = self._admin.get_status()
         except StoreError as error:
@@ -215,6 +228,13 @@ class Worker:
             self._may_administer = False
             return None, None
         return status.counters["nvme_read_bytes"], _proc_read_bytes(status.pid)
+
+
+def _joined(config: WorkerConfig, model: Transformer | None) -> Engine:
+    try:
+        return Engine(config, model)
+    except StoreError as error:
+        raise explained(error, config, None) from error
 
 
 @contextlib.contextmanager

@@ -33,11 +33,18 @@ class RunsView {
   Py_buffer view_;
 };
 
-uint64_t post(RingProducer& ring, uint16_t op, uint32_t step, uint16_t layer, const nb::object& runs, Pairs pairs) {
+// Lets a signal's handler run, and end the wait with what it raises.
+void check_signals() {
+  nb::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+uint64_t post(RingProducer& ring, uint16_t op, uint32_t step, uint16_t layer, const nb::object& runs, Pairs pairs,
+              uint64_t timeout_us) {
   RunsView view(runs);
   nb::gil_scoped_release release;
   std::span<const Pair> span(reinterpret_cast<const Pair*>(pairs.data()), pairs.shape(0));
-  return ring.post(Op(op), step, layer, view.runs(), span);
+  return ring.post(Op(op), step, layer, view.runs(), span, timeout_us, check_signals);
 }
 
 nb::object to_array(const std::vector<RunResult>& results) {
@@ -52,7 +59,7 @@ nb::object wait(RingProducer& ring, uint64_t seq, uint64_t timeout_us, uint64_t 
   const std::vector<RunResult>* results;
   {
     nb::gil_scoped_release release;
-    results = &ring.wait(seq, timeout_us, spin_us);
+    results = &ring.wait(seq, timeout_us, spin_us, check_signals);
   }
   return to_array(*results);
 }
@@ -93,7 +100,7 @@ void bind_ring(nb::module_& m) {
       .def_prop_ro("pairs_max", [](const RingProducer& r) { return r.geometry().pairs_max; })
       .def_prop_ro("poisoned", &RingProducer::poisoned)
       .def_prop_ro("in_flight", &RingProducer::in_flight)
-      .def("post", &post, "op"_a, "step"_a, "layer"_a, "runs"_a, "pairs"_a)
+      .def("post", &post, "op"_a, "step"_a, "layer"_a, "runs"_a, "pairs"_a, "timeout_us"_a = 2'000'000)
       .def(
           "poll", [](RingProducer& ring, uint64_t seq) { return to_array(ring.poll(seq)); }, "seq"_a)
       .def("wait", &wait, "seq"_a, "timeout_us"_a, "spin_us"_a = 30)

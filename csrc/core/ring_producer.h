@@ -7,11 +7,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/cell.h"
@@ -37,6 +40,12 @@ struct RunResult {
   uint32_t status;
   uint32_t aux;
 };
+
+// Called every kCheckInNs of a long wait; what it throws ends the wait, and the ticket stays in flight.
+using CheckIn = std::function<void()>;
+inline constexpr uint64_t kCheckInNs = 100'000'000;
+inline constexpr uint64_t kCreditSpinNs = 30'000;
+inline constexpr uint64_t kCreditSleepNs = 50'000;
 
 // One thread posts and waits; poison() may come from any thread.
 class RingProducer {
@@ -68,16 +77,15 @@ class RingProducer {
   }
 
   // Posts a ticket; runs index `pairs` from 0. Throws NoCredit, RingPoisoned, std::invalid_argument (limits).
-  uint64_t post(Op op, uint32_t step, uint16_t layer, std::span<const Run> runs, std::span<const Pair> pairs) {
+  // A ticket's cells may be read before it counts as consumed, so credit is waited for, at most timeout_us; for a
+  // ticket that the caller itself has not collected it is refused at once.
+  uint64_t post(Op op, uint32_t step, uint16_t layer, std::span<const Run> runs, std::span<const Pair> pairs,
+                uint64_t timeout_us, const CheckIn& check_in = {}) {
     check_limits(op, runs, pairs);
     if (poisoned()) throw RingPoisoned("the ring is poisoned");
     const uint64_t t = next_;
     Posted& p = posted(t);
-    if (t > layout_.g.tickets) {
-      uint64_t old = t - layout_.g.tickets;
-      if (peer().consumed.load(std::memory_order_acquire) < old || !p.collected)
-        throw NoCredit("ticket " + std::to_string(old) + " is not consumed and collected yet");
-    }
+    if (t > layout_.g.tickets) await_credit(t - layout_.g.tickets, timeout_us, check_in);
     if (!runs.empty()) std::memcpy(requests_ + layout_.runs_off(t), runs.data(), runs.size_bytes());
     if (!pairs.empty()) std::memcpy(requests_ + layout_.pairs_off(t), pairs.data(), pairs.size_bytes());
     Ticket& ticket = *reinterpret_cast<Ticket*>(requests_ + layout_.ticket_off(t));
@@ -109,7 +117,8 @@ class RingProducer {
   }
 
   // Until every run is terminal: spins, then sleeps. At the deadline the ring is poisoned: RingTimeout.
-  const std::vector<RunResult>& wait(uint64_t seq, uint64_t timeout_us, uint64_t spin_us) {
+  const std::vector<RunResult>& wait(uint64_t seq, uint64_t timeout_us, uint64_t spin_us,
+                                     const CheckIn& check_in = {}) {
     Posted& p = find(seq);
     if (p.collected) return p.results;
     const uint64_t start = now_ns();
@@ -121,8 +130,8 @@ class RingProducer {
       if ((done = look(p))) break;
       cpu_relax();
     } while (now_ns() < spin_end);
-    while (!done && !asleep_once(p, deadline)) {
-    }
+    while (!done && !asleep_once(p, deadline))
+      if (check_in) check_in();
     if (done) return p.results;
     if (poisoned()) throw RingPoisoned("the ring is poisoned");
     if (look(p)) return p.results;
@@ -194,6 +203,28 @@ class RingProducer {
         throw std::invalid_argument("a run reaches beyond its ticket's pairs");
   }
 
+  void await_credit(uint64_t old, uint64_t timeout_us, const CheckIn& check_in) {
+    if (!posted(old).collected) throw NoCredit("ticket " + std::to_string(old) + " is not collected yet");
+    const uint64_t start = now_ns();
+    const uint64_t deadline = start + timeout_us * 1000;
+    uint64_t checked_ns = start;
+    while (peer().consumed.load(std::memory_order_acquire) < old) {
+      if (poisoned()) throw RingPoisoned("the ring is poisoned");
+      const uint64_t now = now_ns();
+      if (now >= deadline)
+        throw NoCredit("ticket " + std::to_string(old) + " is not consumed after " + std::to_string(timeout_us) +
+                       " us");
+      if (check_in && now - checked_ns >= kCheckInNs) {
+        check_in();
+        checked_ns = now;
+      }
+      if (now - start < kCreditSpinNs)
+        cpu_relax();
+      else
+        std::this_thread::sleep_for(std::chrono::nanoseconds(kCreditSleepNs));
+    }
+  }
+
   // Reads the cells that are new; true when none is missing any more, and the ticket is collected.
   bool look(Posted& p) {
     if (p.collected) return true;
@@ -216,7 +247,7 @@ class RingProducer {
     mine().asleep.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     bool stop = poisoned() || look(p) || now_ns() >= deadline;
-    if (!stop) futex_wait(peer().bell, seen, deadline);
+    if (!stop) futex_wait(peer().bell, seen, std::min(deadline, now_ns() + kCheckInNs));
     mine().asleep.store(0, std::memory_order_relaxed);
     return stop;
   }

@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from decode_worker.config import WorkerConfig
+from decode_worker.engine.computing import computing
+from decode_worker.engine.pack_reader import PackReader
 from decode_worker.engine.prefill import Prefill, Prefilled, Progress
-from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates, token_digest
+from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates
+from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
+from decode_worker.failures import clean_up, prefix_changed
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.model.transformer import Transformer
-from decode_worker.pack_writer import PackWriter
-from decode_worker.packs import PackCatalogue
+from decode_worker.pack_writer import LeftAlone, PackWriter
+from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.base import make_policy
 from decode_worker.profile import Profile
 from decode_worker.records import STORAGE_DTYPES, RecordFormat
 from decode_worker.retrieval.base import make_retriever
 from decode_worker.transport import Transport
 from kvstore_service.client import (
-    NO_PARENT,
     KindSpec,
     Layout,
-    PackReservation,
+    PackRef,
     RingGeometry,
     StoreClient,
     StoreError,
 )
 
 LAYOUT_VERSION = 1
+ATTEMPTS = 4  # at a prefix that changes, or is damaged, while it is taken
 BULK_TICKETS = 8
 BULK_RUNS_MAX = 4096
 BULK_PAIRS_MAX = 1 << 16
@@ -64,9 +67,12 @@ class Engine:
         )
         self.retriever = make_retriever(config.retriever, shape, profile)
         self.policy = make_policy(config, shape, self.records, profile, self.retriever)
+        self._computing = computing(config, self.policy)
         self._free_slots = list(range(config.slots))[::-1]
         with contextlib.ExitStack() as stack:
-            self.client = StoreClient.connect(str(config.socket), str(config.broker), name=config.name)
+            self.client = StoreClient.connect(
+                str(config.socket), str(config.broker), config.name, broker_timeout_s=config.answer_s
+            )
             stack.callback(self.client.close)
             self.transport = self._connect_rings()
             stack.callback(self.transport.close)
@@ -76,7 +82,11 @@ class Engine:
             self.records, self.retriever, self.client, self.transport, self.catalogue,
             clustered=config.order == "clustered",
         )  # fmt: skip
-        self._prefill = Prefill(self.model, self._writer, self.transport.pack_tokens)
+        self._prefill = Prefill(self.model, self._writer, self.transport.pack_tokens, self.transport.require_daemon)
+        self._sealer = Sealer(
+            self.records, self.policy, self.transport, self._writer, self.catalogue,
+            computing=self._computing, slot_bytes=self.slot_bytes,
+        )  # fmt: skip
         self.loop = DecodeLoop(
             self.model, self.records, self.policy, self.transport,
             speculative=config.query == "speculative", stale_fails=config.stale == "fail", threads=config.threads,
@@ -107,42 +117,87 @@ class Engine:
         """Computes and stores a prompt, binds a slot. Returns the session and float32 logits [vocab] after the last
         token. `growth`: how many tokens are expected to follow; the number of selected places is chosen for them."""
         self._check_prompt(ids)
-        session = self._open(growth)
-        try:
-            prefilled = self._prefill.run(session.session_id, ids, progress)
-            session.packs, session.tokens = prefilled.packs, list(ids)
-            if session.packs:
-                self.client.attach_packs(session.session_id, [pack.ref for pack in session.packs])
-            self._bind(session)
-            self._continue_prompt(session, prefilled)
-        except BaseException:
-            self._abandon(session)
-            raise
-        logits = prefilled.logits
-        del prefilled
+        compete = False
+        for attempt in range(1, ATTEMPTS + 1):
+            session = self._open(growth)
+            try:
+                logits = self._prefill_into(session, ids, progress, compete)
+                break
+            except BaseException as error:
+                self.give_up(session, error)
+                if attempt == ATTEMPTS or not (isinstance(error, LeftAlone) or prefix_changed(error)):
+                    raise
+                compete = isinstance(error, LeftAlone) and error.compete
         self._shrink()
         return session, logits
+
+    def _prefill_into(
+        self, session: Session, ids: Sequence[int], progress: Progress | None, compete: bool
+    ) -> torch.Tensor:
+        prefilled = self._prefill.run(session.session_id, ids, progress, compete)
+        session.packs, session.tokens = prefilled.packs, list(ids)
+        if session.packs:
+            self.client.attach_packs(session.session_id, [pack.ref for pack in session.packs])
+        self._bind(session)
+        self._continue_prompt(session, prefilled)
+        return prefilled.logits
 
     def attach(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
         """Binds a slot to the longest stored prefix of `ids`, without copying. Returns the session and the ids it
         lacks.
 
-        At least one id is always left, because logits come from a step.
+        At least one id is always left, because logits come from a step. What proves to be damaged is no part of the
+        prefix: the next longest one is attached.
         """
         self._check_prompt(ids)
-        wanted = candidates(ids[:-1], self.transport.pack_tokens)
-        found = self.client.lookup_prefix(self.layout.fingerprint, wanted)
-        session = self._open()
-        try:
-            if found:
-                self.client.attach_packs(session.session_id, found)
-            session.packs = [self.catalogue.get(ref) for ref in found]
-            session.tokens = list(ids[: session.stored])
-            self._bind(session)
-        except BaseException:
-            self._abandon(session)
-            raise
+        for attempt in range(1, ATTEMPTS + 1):
+            session = self._open()
+            try:
+                self._attach_to(session, ids)
+                break
+            except BaseException as error:
+                self.give_up(session, error)
+                if attempt == ATTEMPTS or not prefix_changed(error):
+                    raise
         return session, list(ids[session.stored :])
+
+    def _attach_to(self, session: Session, ids: Sequence[int]) -> None:
+        wanted = candidates(ids[:-1], self.transport.pack_tokens, self._computing)
+        found = self.client.lookup_prefix(self.layout.fingerprint, wanted)
+        if found:
+            self.client.attach_packs(session.session_id, found)
+        session.packs = self._indexed(session, found)
+        session.tokens = list(ids[: session.stored])
+        self._bind(session)
+
+    def _indexed(self, session: Session, found: Sequence[PackRef]) -> list[IndexedPack]:
+        """The packs with their indexes; what has no good index is read back and indexed anew."""
+        packs = {ref: self.catalogue.find(ref) for ref in found}
+        lacking = [ref for ref, pack in packs.items() if pack is None]
+        if lacking:
+            fresh = []
+            with self._reading(session, found) as reader:
+                for ref in lacking:
+                    order = self.client.get_map(ref)
+                    fresh.append(IndexedPack(ref, order, reader.index(ref, order, self.retriever)))
+            self.catalogue.publish(fresh)
+            packs.update((pack.ref, pack) for pack in fresh)
+        return [pack for pack in packs.values() if pack is not None]
+
+    @contextlib.contextmanager
+    def _reading(self, session: Session, refs: Sequence[PackRef]) -> Iterator[PackReader]:
+        """Binds the session's slot for as long as its packs are read."""
+        offset = session.slot * self.slot_bytes
+        geometry = self.policy.geometry(self.config.context, sum(ref.tokens for ref in refs))
+        epoch = self.client.bind_slot(session.session_id, session.slot, refs, geometry.windows(offset))
+        reader = PackReader(self.transport, self.records, geometry, session.slot, epoch, offset)
+        try:
+            yield reader
+        except StoreError as error:
+            if error.code == "DATA_LOSS":
+                reader.survey(refs)
+            raise
+        self.client.unbind_slot(session.slot)
 
     def compute_only(self, ids: Sequence[int]) -> torch.Tensor:
         """Computes a prompt and keeps nothing; float32 logits [vocab]."""
@@ -152,6 +207,7 @@ class Engine:
     def step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> torch.Tensor:
         """One token of each session; float32 logits [B, vocab]. First seals tails that have grown long enough.
 
+        A seal that the store has no room for is tried again at later steps, as long as the tail has room itself.
         After an error no session has taken its token.
         """
         positions = [session.position for session in sessions]
@@ -160,18 +216,34 @@ class Engine:
                 "RESOURCE_EXHAUSTED", f"a session has reached context={self.config.context} tokens: raise it"
             )
         for session in sessions:
-            if self.policy.wants_seal(session.slot, session.position - 1):
-                self._seal(session)
-        logits = self.loop.step([session.slot for session in sessions], tokens, positions)
+            self._sealer.seal_if_due(session)
+        try:
+            logits = self.loop.step([session.slot for session in sessions], tokens, positions)
+        except StoreError as error:
+            for session in sessions:
+                session.damaged |= error.code == "DATA_LOSS"
+            raise
         for session, token in zip(sessions, tokens, strict=True):
             session.tokens.append(token)
         return logits
 
     def close_session(self, session: Session) -> None:
         """Unbinds the slot, closes the session in the store, gives the window's memory back. Packs stay stored."""
+        self._survey(session)
         self.policy.unbind(session.slot)
         self.client.close_session(session.session_id)
         self._release(session.slot)
+
+    def give_up(self, session: Session, error: BaseException) -> None:
+        """Closes a session after `error`, which matters more than another one from the clean-up.
+
+        A slot that the store may still write to is not used again."""
+        session.damaged |= isinstance(error, StoreError) and error.code == "DATA_LOSS"
+        if isinstance(error, Exception):
+            self._survey(session)
+        self.policy.unbind(session.slot)
+        if clean_up(error, self.client.close_session, session.session_id):
+            self._release(session.slot)
 
     def index_bytes(self, session: Session) -> int:
         """Of the session's packs: index and record -> token maps."""
@@ -180,7 +252,7 @@ class Engine:
     def close(self) -> None:
         self._resources.close()
 
-    # --- binding and sealing ---
+    # --- binding ---
 
     def _open(self, growth: int = 0) -> Session:
         if not self._free_slots:
@@ -197,8 +269,8 @@ class Engine:
         session.geometry = self.policy.geometry(self.config.context, expected // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS)
         self.policy.bind(slot, session.geometry, slot * self.slot_bytes, session.packs, session.position)
         refs = [pack.ref for pack in session.packs]
-        epoch = self.client.bind_slot(session.session_id, slot, refs, self.policy.windows(slot))
-        self.policy.set_epoch(slot, epoch)
+        session.epoch = self.client.bind_slot(session.session_id, slot, refs, self.policy.windows(slot))
+        self.policy.set_epoch(slot, session.epoch)
         self.transport.run(self.policy.bind_tickets(slot, BULK_RUNS_MAX, BULK_PAIRS_MAX))
 
     def _continue_prompt(self, session: Session, prefilled: Prefilled) -> None:
@@ -211,44 +283,13 @@ class Engine:
         self.transport.run(self.policy.first_sets(session.slot, queries, BULK_RUNS_MAX, BULK_PAIRS_MAX))
         self.policy.commit_first_sets(session.slot)
 
-    def _seal(self, session: Session) -> None:
-        """Moves the session's oldest 256 tail tokens into a durable pack, read from the window that holds them."""
-        first = session.stored
-        ids = session.tokens[first : first + HASH_BLOCK_TOKENS]
-        parent = session.packs[-1].ref.pack_id if session.packs else NO_PARENT
-        reservation = PackReservation(first, len(ids), token_digest(ids), parent)
-        (draft,) = self._writer.reserve(session.session_id, [reservation])
-        try:
-            for layer in range(self.model.config.layers):
-                keys, values = self._tail(session, layer, np.arange(first, first + len(ids)))
-                self._writer.store(draft, layer, keys, values, torch.zeros(keys.shape[1], len(ids)))
-            self._writer.flush()
-            pack = self._writer.seal(session.session_id, draft)
-        except BaseException:
-            with contextlib.suppress(StoreError):
-                self._writer.abort([draft])
-            raise
-        session.packs.append(pack)
-        self.policy.extend(session.slot, pack)
-
-    def _tail(self, session: Session, layer: int, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V [n, H, d] of tokens that no pack holds yet, from their places in the window."""
-        geometry, settings = session.geometry, self.policy.settings
-        records = []
-        for head in range(self.records.kv_heads):
-            resident = settings.resident[layer, head]
-            places = tokens if resident else geometry.first_tail + tokens % settings.tail
-            offset = session.slot * self.slot_bytes + int(geometry.offsets[layer, head])
-            lane = self.transport.window[offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes]
-            records.append(lane.reshape(-1, geometry.record_bytes)[places])
-        return self.records.unpack(np.stack(records, axis=1))
-
-    def _abandon(self, session: Session) -> None:
-        """Best effort after a failure: the error under way matters more than another one from the clean-up."""
-        self.policy.unbind(session.slot)
-        with contextlib.suppress(StoreError):
-            self.client.close_session(session.session_id)
-        self._release(session.slot)
+    def _survey(self, session: Session) -> None:
+        """Where one block is damaged others may be: all are read once, so that all are out of service together."""
+        if not session.damaged or not session.epoch:
+            return
+        offset = session.slot * self.slot_bytes
+        reader = PackReader(self.transport, self.records, session.geometry, session.slot, session.epoch, offset)
+        reader.survey([pack.ref for pack in session.packs])
 
     def _shrink(self) -> None:
         """Returns what prefill alone needed. The C library keeps freed layers of a long prompt for itself otherwise."""

@@ -6,7 +6,6 @@ whole cache. The daemon writes the packs of layer l while layer l+1 computes.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from decode_worker.model.attention import causal_attention
 from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import PackDraft, PackWriter
 from decode_worker.packs import IndexedPack
-from kvstore_service.client import StoreError
 
 CHUNK_TOKENS = 1024
 IMPORTANCE_QUERIES = 32
@@ -39,24 +37,29 @@ class Prefilled:
 class Prefill:
     """Runs prompts of one model."""
 
-    def __init__(self, model: Transformer, writer: PackWriter, pack_tokens: int) -> None:
+    def __init__(self, model: Transformer, writer: PackWriter, pack_tokens: int, alive: Callable[[], None]) -> None:
+        """`alive` raises when nobody would take what is computed any more; asked in every chunk."""
         self._model = model
         self._writer = writer
         self._pack_tokens = pack_tokens
+        self._alive = alive
 
     @torch.inference_mode()
-    def run(self, session_id: str, ids: Sequence[int], progress: Progress | None = None) -> Prefilled:
-        """Computes all of `ids` (at least one), commits the packs that the store does not have yet, attaches them."""
+    def run(
+        self, session_id: str, ids: Sequence[int], progress: Progress | None = None, compete: bool = False
+    ) -> Prefilled:
+        """Computes all of `ids` (at least one) and commits the packs that the store does not have yet.
+
+        What another worker is writing is left to it, unless `compete`; LeftAlone if that worker does not commit it."""
         wanted = reservations(ids, self._pack_tokens)
-        drafts = self._writer.reserve(session_id, wanted)
+        drafts = self._writer.reserve(session_id, wanted, compete)
         try:
             spans = [slice(r.first_token, r.first_token + r.tokens) for r in wanted]
             prefilled = self._compute(ids, list(zip(drafts, spans, strict=True)), progress)
             self._writer.flush()
             prefilled.packs = self._writer.commit(session_id, drafts)
-        except BaseException:
-            with contextlib.suppress(StoreError):  # the error under way matters more
-                self._writer.abort(drafts)
+        except BaseException as error:
+            self._writer.abort(drafts, error)
             raise
         return prefilled
 
@@ -105,6 +108,7 @@ class Prefill:
         queries = torch.empty(0, config.q_heads, config.head_dim, dtype=x.dtype)
         out = x[-1:] if last_layer else torch.empty_like(x)
         for first, chunk in _chunks(x):
+            self._alive()
             end = first + len(chunk)
             q, keys[first:end], values[first:end] = self._model.qkv(layer, chunk, positions[first:end])
             queries = torch.cat((queries, q[-IMPORTANCE_QUERIES:]))[-IMPORTANCE_QUERIES:]

@@ -1,4 +1,8 @@
-"""Which packs a prompt could be made of: token digests for lookup and reservation."""
+"""Which packs a prompt could be made of: digests for lookup and reservation.
+
+A pack's identity says what its KV was computed under. Exact attention needs no words: `token_digest(ids)`. KV of a
+sparse session carries that session's settings (engine/computing.py), so nobody takes it for exact.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,14 @@ import numpy as np
 from kvstore_service.client import NO_PARENT, PackReservation, PrefixCandidate
 
 HASH_BLOCK_TOKENS = 256
+EXACT = b""
+_TAG = b"headgate KV computed under "
 
 
-def token_digest(ids: Sequence[int]) -> bytes:
-    """SHA-256 of the ids as u32 LE."""
-    return hashlib.sha256(np.asarray(ids, dtype="<u4").tobytes()).digest()
+def token_digest(ids: Sequence[int], computing: bytes = EXACT) -> bytes:
+    """SHA-256 of the ids as u32 LE, behind what their KV was computed under unless that is exact attention."""
+    tag = _TAG + computing if computing else b""
+    return hashlib.sha256(tag + np.asarray(ids, dtype="<u4").tobytes()).digest()
 
 
 def pack_bounds(tokens: int, pack_tokens: int) -> list[tuple[int, int]]:
@@ -32,14 +39,19 @@ def reservations(ids: Sequence[int], pack_tokens: int) -> list[PackReservation]:
     ]
 
 
-def candidates(ids: Sequence[int], pack_tokens: int) -> list[PrefixCandidate]:
-    """Every pack that could hold a part of `ids`: sealed tails make packs of any number of hash blocks."""
+def candidates(ids: Sequence[int], pack_tokens: int, computing: bytes = EXACT) -> list[PrefixCandidate]:
+    """Every pack that could hold a part of `ids`: exact ones of any number of hash blocks, and the tails that
+    sessions computing under `computing` have sealed, one block each. Exact ones come first: of equally long chains
+    the store answers the first."""
     blocks = len(ids) // HASH_BLOCK_TOKENS
     per_pack = pack_tokens // HASH_BLOCK_TOKENS
-    found = []
+    exact, own = [], []
     for block in range(blocks):
         first = block * HASH_BLOCK_TOKENS
         for count in range(1, min(per_pack, blocks - block) + 1):
             tokens = count * HASH_BLOCK_TOKENS
-            found.append(PrefixCandidate(first, tokens, token_digest(ids[first : first + tokens])))
-    return found
+            exact.append(PrefixCandidate(first, tokens, token_digest(ids[first : first + tokens])))
+        if computing:
+            block_ids = ids[first : first + HASH_BLOCK_TOKENS]
+            own.append(PrefixCandidate(first, HASH_BLOCK_TOKENS, token_digest(block_ids, computing)))
+    return exact + own

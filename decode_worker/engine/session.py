@@ -12,7 +12,7 @@ from decode_worker.window.geometry import WindowGeometry
 class Session:
     """`tokens` are all that the model has seen; the first `stored` of them lie in `packs`, the rest in the tail.
 
-    `geometry` is there once the slot is bound.
+    `geometry` and `epoch` (not 0) are there once the slot is bound.
     """
 
     session_id: str
@@ -20,6 +20,9 @@ class Session:
     growth: int = 0  # tokens expected behind the prompt
     tokens: list[int] = field(default_factory=list)
     packs: list[IndexedPack] = field(default_factory=list)
+    epoch: int = 0
+    damaged: bool = False  # a read of its packs has failed a checksum
+    seal_after_s: float = 0.0  # monotonic: the store had no room for its tail before
     geometry: WindowGeometry = field(init=False)
 
     @property

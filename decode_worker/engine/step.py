@@ -15,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
+from decode_worker.failures import INTERRUPTED_S
 from decode_worker.model.transformer import Transformer
 from decode_worker.policy.base import Plan, Policy
 from decode_worker.records import RecordFormat
 from decode_worker.transport import DATA_LOSS, Transport, raise_for_status
 
 TRACED_LAYERS_MAX = 4096
+INTERRUPTED_US = int(INTERRUPTED_S * 1e6)
 
 
 class DecodeLoop:
@@ -62,8 +64,8 @@ class DecodeLoop:
         self._transport.require_alive()
         try:
             return self._compute(slots, tokens, positions)
-        except BaseException:
-            self._settle_posted()
+        except BaseException as error:
+            self._settle_posted(self._transport.wait_us if isinstance(error, Exception) else INTERRUPTED_US)
             raise
 
     def _compute(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
@@ -92,7 +94,7 @@ class DecodeLoop:
         plan: Plan | None = self._policy.plan(layer, query.float().numpy())
         if plan is not None:
             self._pending[layer] = self._transport.decode.post(
-                _native.OP_GATHER, self.steps & 0xFFFFFFFF, layer, plan.runs, plan.pairs
+                _native.OP_GATHER, self.steps & 0xFFFFFFFF, layer, plan.runs, plan.pairs, self._transport.wait_us
             )
         self.spent_ns["plan"] += time.monotonic_ns() - started
 
@@ -108,12 +110,12 @@ class DecodeLoop:
             raise_for_status(statuses)
         self.spent_ns["wait"] += time.monotonic_ns() - started
 
-    def _settle_posted(self) -> None:
+    def _settle_posted(self, wait_us: int) -> None:
         """A failed step leaves no ticket behind: its places could not be used again before the ticket has ended."""
         while self._pending:
             layer, seq = self._pending.popitem()
             with contextlib.suppress(_native.RingError):  # poisoned: nothing is used again
-                self._policy.settle(layer, self._transport.decode.wait(seq, self._transport.wait_us))
+                self._policy.settle(layer, self._transport.decode.wait(seq, wait_us))
 
     def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Writes K, V [B, H, d] of the present step's tokens to their places."""

@@ -21,6 +21,7 @@ from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.shared.types import StoreError, Violation
 
 COMMIT_TIMEOUT_S = 120.0
+ALIVE_S = 0.1
 RECONNECT_S = 0.05
 
 
@@ -40,6 +41,7 @@ class Client:
         self._timeout_s = timeout_s
         self._connection = connection
         self._channel = channel
+        self._alive: Callable[[], None] | None = None
         self._count_lock = threading.Lock()
         self._closed = False
         self.rpc_count = 0
@@ -65,6 +67,10 @@ class Client:
         if self.draining:
             raise StoreError("UNAVAILABLE", "the daemon is draining", reason="DRAINING")
 
+    def watch(self, alive: Callable[[], None]) -> None:
+        """Asks `alive` before and, ten times a second, during every later call: what it raises ends the call."""
+        self._alive = alive
+
     @property
     def closed(self) -> bool:
         return self._closed
@@ -89,7 +95,7 @@ class Client:
         token = () if self._connection is None else (("kvstore-token", self._connection.token),)
         return (*token, ("kvstore-request-id", request_id))
 
-    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None = None) -> Any:
+    def _call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
         """One call with a deadline. Within it the call is made again if the daemon was too busy to take it, or if the
         connection broke and the daemon lives; a mutation's idempotency key sees to it that it is done once."""
         request_id = secrets.token_hex(8)
@@ -102,12 +108,20 @@ class Client:
             try:
                 with self._typed_errors(request_id):
                     left_s = max(0.0, deadline_s - time.monotonic())
-                    return method(request, timeout=left_s, metadata=self._metadata(request_id))
+                    return self._made(method, request, left_s, request_id)
             except StoreError as error:
                 wait_s = self._pause_s(error)
                 if wait_s is None or time.monotonic() + wait_s >= deadline_s:
                     raise
                 time.sleep(wait_s)
+
+    def _made(self, method: Any, request: Any, timeout_s: float, request_id: str) -> Any:
+        """One call, watched if somebody watches the daemon."""
+        metadata = self._metadata(request_id)
+        if self._alive is None:
+            return method(request, timeout=timeout_s, metadata=metadata)
+        self._alive()
+        return _watched(method.future(request, timeout=timeout_s, metadata=metadata), self._alive)
 
     def _pause_s(self, error: StoreError) -> float | None:
         """How long to wait before the same call again; None if it would not help."""
@@ -124,6 +138,18 @@ class Client:
             yield
         except grpc.RpcError as error:
             raise _store_error(error, request_id) from error
+
+
+def _watched(call: Any, alive: Callable[[], None]) -> Any:
+    try:
+        while True:
+            try:
+                return call.result(timeout=ALIVE_S)
+            except grpc.FutureTimeoutError:
+                alive()
+    except BaseException:
+        call.cancel()
+        raise
 
 
 _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()

@@ -67,17 +67,27 @@ class StoreClient(Client):
 
     _connection: BrokerConnection
 
-    def __init__(self, socket: str, broker: str, name: str, timeout_s: float) -> None:
-        connection = BrokerConnection(broker, name, timeout_s)
+    def __init__(
+        self, socket: str, broker: str, name: str, timeout_s: float, broker_timeout_s: float | None = None
+    ) -> None:
+        connection = BrokerConnection(broker, name, broker_timeout_s or timeout_s)
         super().__init__(local_channel(socket), connection, timeout_s)
         self._stub = pb_grpc.StoreServiceStub(self._channel)
 
     @classmethod
     def connect(
-        cls, socket: str | None = None, broker: str | None = None, name: str = "", timeout_s: float = 10.0
+        cls,
+        socket: str | None = None,
+        broker: str | None = None,
+        name: str = "",
+        timeout_s: float = 10.0,
+        broker_timeout_s: float | None = None,
     ) -> "StoreClient":
-        """Joins the node's daemon. UNAVAILABLE if none answers, PERMISSION_DENIED if it refuses this user."""
-        return cls(socket or default_socket(), broker or default_broker(), name or f"pid-{os.getpid()}", timeout_s)
+        """Joins the node's daemon. UNAVAILABLE if none answers, PERMISSION_DENIED if it refuses this user.
+
+        `broker_timeout_s`: of hello and of handing descriptors over (default: timeout_s)."""
+        name = name or f"pid-{os.getpid()}"
+        return cls(socket or default_socket(), broker or default_broker(), name, timeout_s, broker_timeout_s)
 
     def register_worker(
         self,
@@ -113,9 +123,9 @@ class StoreClient(Client):
         """A second session over the same packs, shared with the first. Returns its id."""
         return str(self._call(self._stub.ForkSession, pb.ForkSessionRequest(session_id=session_id)).session_id)
 
-    def close_session(self, session_id: str) -> None:
+    def close_session(self, session_id: str, timeout_s: float | None = None) -> None:
         """Unbinds its slots and drops its references; committed packs stay."""
-        self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id))
+        self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id), timeout_s)
 
     def lookup_prefix(self, fingerprint: bytes, candidates: Sequence[PrefixCandidate]) -> list[PackRef]:
         """The longest chain of stored packs that starts at token 0; empty if there is none."""
@@ -164,9 +174,9 @@ class StoreClient(Client):
         request = pb.CommitPackRequest(session_id=session_id, upload_ids=upload_ids)
         return [_committed(item) for item in self._call(self._stub.CommitPack, request, timeout_s).packs]
 
-    def abort_pack(self, upload_ids: Sequence[int]) -> None:
+    def abort_pack(self, upload_ids: Sequence[int], timeout_s: float | None = None) -> None:
         """Removes uploads; one that has ended already needs nothing."""
-        self._call(self._stub.AbortPack, pb.AbortPackRequest(upload_ids=upload_ids))
+        self._call(self._stub.AbortPack, pb.AbortPackRequest(upload_ids=upload_ids), timeout_s)
 
     def seal_tail(self, session_id: str, upload_id: int, timeout_s: float = COMMIT_TIMEOUT_S) -> PackRef:
         """Commits the pack of the oldest tail tokens and appends it to the session and its slots.

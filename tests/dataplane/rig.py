@@ -127,14 +127,7 @@ class Rig:
         return worker_native.RingProducer(self.request_fd, self.completion_fd)
 
     def post(self, op: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32] = NO_PAIRS) -> int:
-        """Posts as soon as there is credit."""
-        deadline = time.monotonic() + 5
-        while True:
-            try:
-                return self.ring.post(op, 0, layer, runs, pairs)
-            except worker_native.NoCredit:
-                assert time.monotonic() < deadline
-                time.sleep(0.0005)
+        return self.ring.post(op, 0, layer, runs, pairs, WAIT_US)
 
     def ask(self, op: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32] = NO_PAIRS):
         """Posts and waits; returns uint32[runs, 2]."""

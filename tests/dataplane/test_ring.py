@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import NO_PAIRS, OK, Rig, run
+from rig import NO_PAIRS, OK, Rig, mapped, run
 
 from decode_worker._native import (
     OP_GATHER,
@@ -92,6 +93,81 @@ def test_credit(directory, rng):
             rig.ring.poll(tickets[0])  # its area belongs to the ninth ticket now
         with pytest.raises(ValueError, match="not in flight"):
             rig.ring.wait(77, 1000)
+
+
+CONSUMED_OFFSET, CELLS_OFFSET = 256, 320  # in CompletionsHeader and behind it, csrc/core/ring.h
+
+
+def answered_but_not_consumed(rig):
+    """A ring of two tickets, both answered and collected, that its daemon has not counted as consumed yet."""
+    rig.plane.set_faults(stopped=True)
+    completions = mapped(rig.completion_fd, rig.geometry.completions_bytes)
+    for _ in range(2):
+        rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS)
+    for seq in (1, 2):
+        at = CELLS_OFFSET + seq % 2 * rig.geometry.runs_max * 16
+        completions[at : at + 16] = np.array([seq, OK], np.uint64).view(np.uint8)
+        assert rig.ring.poll(seq).tolist() == [[OK, 0]]
+    return completions[CONSUMED_OFFSET : CONSUMED_OFFSET + 8].view(np.uint64)
+
+
+def test_a_ticket_that_was_read_before_it_counts_as_consumed_only_delays_the_next_one(directory):
+    with Rig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
+        consumed = answered_but_not_consumed(rig)
+        late = threading.Timer(0.1, lambda: consumed.__setitem__(0, 1))
+        late.start()
+        assert rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS, 20_000_000) == 3
+        late.join()
+
+
+def test_credit_that_never_comes_is_refused_at_the_deadline_and_poison_ends_the_wait_for_it(directory):
+    with Rig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
+        answered_but_not_consumed(rig)
+        start = time.monotonic()
+        with pytest.raises(NoCredit, match="not consumed after 50000 us"):
+            rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS, 50_000)
+        assert time.monotonic() - start >= 0.045
+        poisoner = threading.Timer(0.05, rig.ring.poison)
+        poisoner.start()
+        with pytest.raises(RingPoisoned):
+            rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS, 20_000_000)
+        poisoner.join()
+
+
+def test_a_ticket_that_its_caller_has_not_collected_is_refused_at_once(directory):
+    with Rig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
+        rig.plane.set_faults(stopped=True)
+        for _ in range(2):
+            rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS)
+        start = time.monotonic()
+        with pytest.raises(NoCredit, match="not collected"):
+            rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS, 20_000_000)
+        assert time.monotonic() - start < 10
+
+
+def test_a_signal_ends_a_wait(directory):
+    class Rung(Exception):
+        pass
+
+    def ring_off(*_):
+        raise Rung
+
+    with Rig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
+        consumed = answered_but_not_consumed(rig)
+        before = signal.signal(signal.SIGALRM, ring_off)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(Rung):
+                rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS, 20_000_000)
+            consumed[0] = 2
+            seq = rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(Rung):
+                rig.ring.wait(seq, 20_000_000)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert not rig.ring.poisoned
 
 
 def test_limits(directory):

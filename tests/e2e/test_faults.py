@@ -45,9 +45,11 @@ class RecordingRing:
         self._ring = ring
         self.posted: list[tuple[int, NDArray[np.void], NDArray[np.uint32]]] = []
 
-    def post(self, op: int, step: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32]) -> int:
+    def post(
+        self, op: int, step: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32], timeout_us: int
+    ) -> int:
         self.posted.append((layer, runs.copy(), pairs.copy()))
-        return self._ring.post(op, step, layer, runs, pairs)
+        return self._ring.post(op, step, layer, runs, pairs, timeout_us)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ring, name)

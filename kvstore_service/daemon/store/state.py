@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from logging import ERROR
+from logging import ERROR, WARNING
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config, machine_bytes
@@ -32,9 +32,10 @@ from kvstore_service.shared.types import HASH_BLOCK_TOKENS, PackRef, PackRow, Si
 IDLE_PACKS_MAX = 4096
 DAMAGED_LOGGED_MAX = 100  # at a start
 COUNTED = (
-    "commit_exists", "commits", "files_quarantined", "leftovers_removed", "lookup_damaged", "lookup_errors", "lookup_hits", "lookup_misses",
-    "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes", "packs_evicted_operator",
-    "packs_evicted_room", "reserve_exists", "reserve_in_progress", "uploads_expired", "uses_lost",
+    "commit_exists", "commits", "files_quarantined", "leftovers_removed", "lookup_damaged", "lookup_errors",
+    "lookup_hits", "lookup_misses", "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes",
+    "packs_evicted_operator", "packs_evicted_room", "reserve_exists", "reserve_in_progress", "uploads_expired",
+    "uses_lost",
 )  # fmt: skip
 
 log = logging.getLogger("kvstored.store")

@@ -1,0 +1,89 @@
+"""Reads whole packs of a bound slot back through its window: to index them anew, or to meet all damage at once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decode_worker import _native
+from decode_worker.policy.plan import NO_PAIRS, RUN_DTYPE, Ticket
+from decode_worker.records import RecordFormat
+from decode_worker.retrieval.base import PackIndex, Retriever
+from decode_worker.transport import Transport
+from decode_worker.window.geometry import WindowGeometry
+from kvstore_service.client import PackRef, StoreError
+
+
+class PackReader:
+    """Overwrites whatever lies in the slot's window. `offset`: byte offset of the slot's part of it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        records: RecordFormat,
+        geometry: WindowGeometry,
+        slot: int,
+        epoch: int,
+        offset: int,
+    ) -> None:
+        self._transport = transport
+        self._records = records
+        self._geometry = geometry
+        self._slot = slot
+        self._epoch = epoch
+        self._windows = geometry.windows(offset)
+        self._portion = int(geometry.places.min())
+
+    def index(self, ref: PackRef, order: NDArray[np.uint16], retriever: Retriever) -> PackIndex:
+        """The pack's index from its stored keys. order: its map. StoreError (DATA_LOSS) if they cannot be read."""
+        layers = []
+        for layer in range(self._geometry.layers):
+            by_record = self._keys(layer, ref)
+            keys = np.empty_like(by_record)
+            for head, tokens in enumerate(order[layer]):
+                keys[tokens, head] = by_record[:, head]
+            layers.append(retriever.build(layer, keys, order[layer]))
+        return retriever.assemble(layers)
+
+    def survey(self, refs: Sequence[PackRef]) -> None:
+        """Has the daemon read, and check, every block of the packs: what is damaged is then known to it."""
+        with contextlib.suppress(_native.RingError):  # the store is gone: nobody is left to know
+            for ref in refs:
+                for layer, (first, count) in itertools.product(range(self._geometry.layers), self._portions(ref)):
+                    with contextlib.suppress(StoreError):  # found
+                        self._fetch(layer, first, count)
+
+    def _portions(self, ref: PackRef) -> list[tuple[int, int]]:
+        """(first record, records), each of which fits a lane."""
+        end = ref.first_token + ref.tokens
+        return [(first, min(self._portion, end - first)) for first in range(ref.first_token, end, self._portion)]
+
+    def _keys(self, layer: int, ref: PackRef) -> NDArray[np.float32]:
+        """[n, H, d] in record order, as stored."""
+        portions = []
+        for first, count in self._portions(ref):
+            self._fetch(layer, first, count)
+            portions.append(self._held(layer, count))
+        return torch.cat(portions).float().numpy()
+
+    def _fetch(self, layer: int, first: int, count: int) -> None:
+        """Records [first, first + count) of every head to the front of its lane."""
+        runs = np.zeros(self._geometry.kv_heads, RUN_DTYPE)
+        runs["slot"], runs["slot_epoch"] = self._slot, self._epoch
+        runs["lane"] = range(self._geometry.kv_heads)
+        runs["first_pair"], runs["pair_count"] = first, count
+        self._transport.run([Ticket(_native.OP_RANGE, layer, runs, NO_PAIRS)])
+
+    def _held(self, layer: int, count: int) -> torch.Tensor:
+        """Keys [count, H, d] at the front of the layer's lanes."""
+        raw = np.empty((count, self._geometry.kv_heads, self._records.record_bytes), np.uint8)
+        for head in range(self._geometry.kv_heads):
+            at = int(self._windows[layer, head, 0])
+            lane = self._transport.window[at : at + count * self._records.record_bytes]
+            raw[:, head] = lane.reshape(count, -1)
+        return self._records.unpack(raw)[0]

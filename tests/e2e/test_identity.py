@@ -1,0 +1,99 @@
+"""What KV was computed under is part of a pack's identity: a hit is exact, or of the same settings, or it is a miss."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decode_worker.engine.computing import computing
+from decode_worker.engine.engine import Engine
+from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates, token_digest
+
+from .conftest import EngineFactory, Expected, greedy, random_ids
+
+PROMPT, STEPS = 600, 320  # two blocks are stored by the prefill, a third by one seal
+SPARSE = {"policy": "qsac", "eta": 0.5, "budget": 32, "sink": 4}
+
+
+def sealed_conversation(worker: Engine, seed: int) -> list[int]:
+    """Ids of a prompt and its continuation, decoded until its first tail is sealed."""
+    print(f"seed {seed}")
+    ids = random_ids(PROMPT, seed)
+    session, logits = worker.prefill(ids)
+    stored = session.stored
+    greedy(worker, session, logits, STEPS)
+    assert session.stored == stored + HASH_BLOCK_TOKENS, "a tail was sealed"
+    conversation = list(session.tokens)
+    worker.close_session(session)
+    return conversation
+
+
+def attached_logits(worker: Engine, ids: list[int]) -> tuple[int, torch.Tensor]:
+    """(tokens found in the store, logits after the last id)."""
+    session, rest = worker.attach(ids)
+    found = session.stored
+    for token in rest:
+        logits = worker.step([session], [token])[0]
+    worker.close_session(session)
+    return found, logits
+
+
+@pytest.mark.timeout(90)
+def test_a_full_session_never_attaches_what_a_sparse_one_has_computed(engine: EngineFactory) -> None:
+    conversation = sealed_conversation(engine(**SPARSE), 81)
+    full = engine(policy="full")
+    found, logits = attached_logits(full, conversation)
+    print(f"largest difference {(logits - full.compute_only(conversation)).abs().max():.5f}")
+    assert found == PROMPT // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, "the sealed tail is a miss, the prefill a hit"
+    torch.testing.assert_close(logits, full.compute_only(conversation), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.timeout(90)
+def test_sealed_tails_are_found_by_sessions_of_the_same_settings_and_no_others(engine: EngineFactory) -> None:
+    conversation = sealed_conversation(engine(**SPARSE), 82)
+    whole = len(conversation) // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
+    exact = PROMPT // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
+    again, _ = engine(**SPARSE).attach(conversation)
+    assert again.stored == whole
+    for other in ({"budget": 48}, {"eta": 0.6}, {"query": "true"}, {"recent": 80}, {"policy": "none"}):
+        session, _ = engine(**SPARSE | other).attach(conversation)
+        assert session.stored == exact, other
+
+
+@pytest.mark.timeout(90)
+def test_what_a_full_session_seals_serves_everybody_and_exactly(engine: EngineFactory, expected: Expected) -> None:
+    full = engine(policy="full")
+    conversation = sealed_conversation(full, 83)
+    whole = len(conversation) // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
+    found, logits = attached_logits(engine(policy="full"), conversation)
+    assert found == whole
+    torch.testing.assert_close(logits, full.compute_only(conversation), atol=1e-3, rtol=1e-3)
+    sparse, _ = engine(**SPARSE).attach(conversation)
+    assert sparse.stored == whole
+
+
+@pytest.mark.timeout(60)
+def test_every_setting_that_a_selection_depends_on_is_in_the_identity(engine: EngineFactory) -> None:
+    worker = engine(**SPARSE)
+    ids = random_ids(HASH_BLOCK_TOKENS, 84)
+    digests = {token_digest(ids), token_digest(ids, computing(worker.config, worker.policy))}
+    for change in (
+        {"retriever": "hash"}, {"query": "true"}, {"budget": 0.2}, {"sink": 5}, {"recent": 65}, {"tail": 800},
+        {"slack": 0.5}, {"eta": 0.4}, {"cos_floor": 0.1}, {"layer0": "offloaded"}, {"order": "token"},
+        {"stale": "fail"}, {"policy": "none"},
+    ):  # fmt: skip
+        other = engine(**SPARSE | change)
+        digests.add(token_digest(ids, computing(other.config, other.policy)))
+        other.close()
+    assert len(digests) == 15, "each is another identity"
+    same = computing(replace(worker.config, wait_ms=77, threads=2, seed=9, slots=3), worker.policy)
+    assert token_digest(ids, same) in digests, "what changes no number is no part of it"
+
+
+def test_a_dense_lookup_asks_for_exact_packs_only_and_a_sparse_one_prefers_them() -> None:
+    ids = random_ids(4 * HASH_BLOCK_TOKENS, 85)
+    dense = candidates(ids, 2 * HASH_BLOCK_TOKENS)
+    sparse = candidates(ids, 2 * HASH_BLOCK_TOKENS, b"{}")
+    assert sparse[: len(dense)] == dense
+    assert [item.first_token for item in sparse[len(dense) :]] == [0, 256, 512, 768]
+    assert all(item.tokens == HASH_BLOCK_TOKENS for item in sparse[len(dense) :])

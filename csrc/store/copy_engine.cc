@@ -24,7 +24,7 @@ CopyEngine::CopyEngine(EngineOptions options, Frames& frames, Counters& counters
     : options_(options),
       counters_(counters),
       faults_(faults),
-      service_(options.io_depth, frames, counters, faults, trace) {
+      service_(options.io_depth, options.bulk_bytes_max, frames, counters, faults, trace) {
   thread_ = std::thread([this] { loop(); });
 }
 

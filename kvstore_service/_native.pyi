@@ -90,7 +90,7 @@ class ClockPolicy:
         """For a read ahead: only a frame without use and weight, and nothing wears down."""
 
 class FairRounds:
-    """The fair rounds of a copy thread, by themselves: leaves under owners. `next` returns 2**32 - 1 if none has work."""
+    """The fair rounds of a copy thread, by themselves: leaves under owners. `next` is 2**32 - 1 if none has work."""
 
     def add(self, owner: int) -> int:
         """A new leaf of an owner; it rests."""

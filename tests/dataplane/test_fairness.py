@@ -138,15 +138,20 @@ def test_a_cold_read_overtakes_a_neighbours_cold_restore(directory, rng):
             assert (victim.lane(0, 0, RECORD_BYTES)[0] == wanted.records[0, 0, 77]).all()
 
 
-def test_a_block_that_is_to_be_read_ahead_is_read_when_it_is_wanted(directory, rng):
+def test_a_block_that_a_queued_hint_names_does_not_wait_for_the_queue(directory, rng):
     window = 4 * (16384 * RECORD_BYTES + 4096) + 4096
-    with Rig(directory, window_bytes=window, geometry=GEOMETRY, staging_bytes=16 << 20) as rig:
-        pack = cold_pack(rig, rng)
-        epoch = rig.bind(0, [pack], 16384)
-        rig.plane.warm(pack.handle, np.full((1, 4), 16384, np.uint32), rig.owner)
-        assert rig.ask(OP_GATHER, 0, *one(epoch, 16383)).tolist() == [[OK, 0]]
-        assert rig.plane.stats()["warm_bytes"] < 24 << 20, "the block waited for the read-ahead before it"
-        until(lambda: rig.plane.stats()["warm_bytes"] >= (32 << 20) - 65536, 20)
+    with Rig(directory, window_bytes=window, geometry=GEOMETRY, owner=VICTIM, staging_bytes=16 << 20) as victim:
+        hinted, pack = victim.make_pack(rng, layers=1, lanes=1, tokens=256), cold_pack(victim, rng)
+        epoch = victim.bind(0, [hinted], 512)
+        with neighbours(victim, directory, 1, NEIGHBOUR) as (other,):
+            runs = ranges(other.bind(0, [pack], 16384), 16384)
+            before = victim.plane.stats()["nvme_read_bytes"]
+            restore = other.post(OP_RANGE, 0, runs)
+            until(lambda: victim.plane.stats()["nvme_read_bytes"] > before)
+            victim.plane.warm(hinted.handle, np.full((1, 1), 256, np.uint32))
+            assert victim.ask(OP_GATHER, 0, *one(epoch, 77)).tolist() == [[OK, 0]]
+            assert victim.plane.stats()["nvme_read_bytes"] - before < 24 << 20, "it waited for the neighbour's restore"
+            assert (other.ring.wait(restore, WAIT_US)[:, 0] == OK).all()
 
 
 def test_a_store_of_a_neighbour_gets_its_share_beside_a_restore(directory, rng):

@@ -1,4 +1,4 @@
-"""Whatever one worker posts, the copy thread looks at everybody else again soon, and keeps nothing of what was named."""
+"""Whatever a worker posts, the copy thread looks at everybody else again soon, and keeps nothing of what was named."""
 
 from __future__ import annotations
 

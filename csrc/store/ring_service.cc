@@ -210,16 +210,17 @@ bool RingService::begin_next(RingWork& ring, uint64_t& cost) {
     answer(ring, *ticket, index, Status::kError, cancelled ? Fault::kAborted : Fault::kUnavailable);
     return true;
   }
+  RunTask* t = nullptr;
   try {
-    begin(ring, *ticket, index);
+    t = &ring.new_task();
   } catch (const std::bad_alloc&) {
     answer(ring, *ticket, index, Status::kError, Fault::kResourceExhausted);
   }
+  if (t) begin(*t, ring, *ticket, index);
   return true;
 }
 
-void RingService::begin(RingWork& ring, TakenTicket& ticket, uint32_t index) {
-  RunTask& t = ring.new_task();
+void RingService::begin(RunTask& t, RingWork& ring, TakenTicket& ticket, uint32_t index) {
   ++tasks_;
   t.ring = &ring, t.ticket = &ticket, t.worker = &ring.worker;
   t.index = index, t.run = ring.consumer->run(ticket, index), t.layer = ticket.layer, t.op = ticket.op;

@@ -62,7 +62,7 @@ class RingService {
   void shuffle(TakenTicket& ticket);
 
   bool begin_next(RingWork& ring, uint64_t& cost);
-  void begin(RingWork& ring, TakenTicket& ticket, uint32_t index);
+  void begin(RunTask& t, RingWork& ring, TakenTicket& ticket, uint32_t index);
   Status admit(RunTask& t);
   void cancel_next(RingWork& ring);
   void promote_some(RingWork& ring, TakenTicket& ticket, uint64_t& cost);

@@ -80,5 +80,6 @@ class Packs:
                     raise StoreError("INVALID_ARGUMENT", f"hot_records has one count per layer and lane, {shape}")
                 shares[ref.pack_id] = min(1.0, sum(hot_records) / (shape[0] * shape[1] * ref.tokens))
                 with self._state.open_packs.using(row) as handle, native.errors():
-                    self._state.plane.warm(handle, np.array(hot_records, np.uint32).reshape(shape))
+                    hot = np.array(hot_records, np.uint32).reshape(shape)
+                    self._state.plane.warm(handle, hot, worker.uid)
             self._state.weigh(shares)

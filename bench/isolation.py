@@ -113,7 +113,7 @@ def _slow_disk(settings: Settings, bulk: Document) -> list[Figure]:
     if not modules or modules[0].stat().st_mtime < sources:
         print(
             "bench.isolation: hot_p99_us.slow_disk is left out: no fresh build with HEADGATE_IO_SHIM under build/shim; "
-            "`pytest tests/faults -k seam` makes one",
+            "`pytest tests/isolation` makes one",
             file=sys.stderr,
         )
         return []

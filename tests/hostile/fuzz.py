@@ -1,6 +1,6 @@
-"""Fuzzes the decoder of ring requests with libFuzzer: python -m tests.hostile.fuzz --executions 10000000
+"""Fuzzes the ring requests of a worker beside another one with libFuzzer: python -m tests.hostile.fuzz --executions 10000000
 
-Starts from tests/hostile/corpus and from what earlier runs on this machine found, and adds what it did to
+Starts from csrc/fuzz/corpus and from what earlier runs on this machine found, and adds what it did to
 bench/results/reliability.json. `--minimise` then renews the corpus with the smallest set that covers as much.
 """
 
@@ -17,7 +17,7 @@ from tests.hostile import sanitized
 from tests.hostile.sanitized import ROOT
 
 BUILD = ROOT / "build" / "fuzz"
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = ROOT / "csrc" / "fuzz" / "corpus"
 INPUT_BYTES_MAX = 1024
 LIBFUZZER = (f"-max_len={INPUT_BYTES_MAX}", "-detect_leaks=0", "-print_final_stats=1", "-timeout=20")
 

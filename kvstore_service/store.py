@@ -134,7 +134,7 @@ class Store:
                 descriptors.append(memory.create("kvstore-staging", staging_bytes))
                 with native.errors():
                     worker.native_id = self._plane.add_worker(
-                        descriptors[0], window_bytes, descriptors[1], staging_bytes, slots
+                        descriptors[0], window_bytes, descriptors[1], staging_bytes, slots, owner=worker.uid
                     )
                     for geometry in rings:
                         descriptors.extend(self._add_ring(worker.native_id, geometry))
@@ -384,7 +384,7 @@ class Store:
                 if row.layout != layout or len(hot_records) != shape[0] * shape[1]:
                     raise StoreError("INVALID_ARGUMENT", f"hot_records has one count per layer and lane, {shape}")
                 with self._packs.using(row) as handle, native.errors():
-                    self._plane.warm(handle, np.array(hot_records, np.uint32).reshape(shape))
+                    self._plane.warm(handle, np.array(hot_records, np.uint32).reshape(shape), worker.uid)
 
     def put_sidecar(self, worker: Worker, key: SidecarKey, content: bytes) -> None:
         with self._acting(worker):

@@ -1,4 +1,4 @@
-"""Fuzzes the ring requests of a worker beside another one with libFuzzer: python -m tests.hostile.fuzz --executions 10000000
+"""Fuzzes what a worker may write into its rings with libFuzzer: python -m tests.hostile.fuzz --executions 10000000
 
 Starts from csrc/fuzz/corpus and from what earlier runs on this machine found, and adds what it did to
 bench/results/reliability.json. `--minimise` then renews the corpus with the smallest set that covers as much.

@@ -265,22 +265,26 @@ def require_ok(statuses: NDArray[np.uint32]) -> None:
 # --- attacks ---
 
 SMALL = RingGeometry(tickets=16, runs_max=64, pairs_max=4096)
+# All runs of a ticket name the same few pairs; a ring's pairs_max, nearly all of it untouched, allows for their sum.
 FLOOD_RUNS, FLOOD_PAIRS = 400, 16384
+BUSY_RUNS, BUSY_PAIRS = 24, 1024
+# More than any ring allows for.
 MANY_RUNS, MANY_PAIRS = 65534, 1 << 20
 COLD_RUNS = 30_000
-BUSY_RUNS, BUSY_PAIRS = 24, 1024
+PAIRS_MAX = 1 << 24
 SPARSE = RingGeometry(tickets=16, runs_max=1, pairs_max=(512 << 20) // 16 // 8)
 BULK_RECORDS = (192 << 20) // (LANES * RECORD_BYTES)
 
 
 @dataclass(frozen=True)
 class Attack:
-    """How a neighbour behaves: its rings, and the ticket that it posts on each of them again and again."""
+    """How a neighbour behaves: its rings, and the tickets that it posts on them. `valid`: each of them is served."""
 
     geometry: RingGeometry
     rings: int
     tickets: Callable[[Neighbour], Iterator[Post]]
     in_flight: int = IN_FLIGHT
+    valid: bool = True
 
 
 def _flood(neighbour: Neighbour) -> Iterator[Post]:
@@ -315,14 +319,15 @@ def _bulk(neighbour: Neighbour) -> Iterator[Post]:
     return itertools.cycle(tickets)
 
 
+_BUSY = RingGeometry(16, BUSY_RUNS, BUSY_RUNS * BUSY_PAIRS)
 ATTACKS = {
-    "flood": Attack(RingGeometry(2, FLOOD_RUNS, FLOOD_PAIRS), 1, _flood),
+    "flood": Attack(RingGeometry(2, FLOOD_RUNS, FLOOD_RUNS * FLOOD_PAIRS), 1, _flood),
     "bulk": Attack(RingGeometry(2, 128, 1), 1, _bulk),
-    "many_runs": Attack(RingGeometry(2, MANY_RUNS, MANY_PAIRS), 1, _many_runs, in_flight=1),
-    "cold_ticket": Attack(RingGeometry(2, COLD_RUNS, PLACES), 1, _cold_ticket, in_flight=1),
-    "busy_1": Attack(SMALL, 1, _busy),
-    "busy_8": Attack(SMALL, 8, _busy),
-    "busy_64": Attack(SMALL, 64, _busy),
+    "many_runs": Attack(RingGeometry(2, MANY_RUNS, PAIRS_MAX), 1, _many_runs, in_flight=1, valid=False),
+    "cold_ticket": Attack(RingGeometry(2, COLD_RUNS, PAIRS_MAX), 1, _cold_ticket, in_flight=1, valid=False),
+    "busy_1": Attack(_BUSY, 1, _busy),
+    "busy_8": Attack(_BUSY, 8, _busy),
+    "busy_64": Attack(_BUSY, 64, _busy),
 }
 
 
@@ -347,7 +352,10 @@ class Attacker:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        ended = self._process.poll() is not None
         self._end()
+        if ended and value is None:
+            raise NeighbourError("an attacker ended by itself; its stderr says why")
 
     def pause(self) -> None:
         """It posts nothing more; what it has posted is still served."""
@@ -377,7 +385,9 @@ def main() -> int:
         print("ready", flush=True)
         while True:
             ring, seq = pending.popleft()
-            worker.rings[ring].wait(seq, WAIT_US, 0)
+            answer = worker.rings[ring].wait(seq, WAIT_US, 0)
+            if attack.valid:
+                require_ok(answer)
             pending.append((ring, worker.post(next(tickets), ring)))
 
 

@@ -80,7 +80,12 @@ struct World {
   uint32_t new_upload(uint32_t worker, uint32_t tokens) {
     ++files;
     uint32_t upload = plane.create_upload(directory + "/" + std::to_string(files), shape(tokens, uint8_t(files)));
-    plane.own_upload(worker, upload);
+    try {
+      plane.own_upload(worker, upload);
+    } catch (const Error&) {  // the worker is poisoned
+      plane.abort_upload(upload);
+      throw;
+    }
     return upload;
   }
 
@@ -248,11 +253,17 @@ class Player {
 
   void soften(Run& run, uint32_t first, uint32_t pairs) {
     bool store = run.slot % 4 == 3;
-    if (store && !upload_) upload_ = world().new_upload(worker_.id(), kPackTokens[0]);
-    run.slot = store ? *upload_ : run.slot % 4 == 2, run.slot_epoch = worker_.epoch() - (run.slot_epoch % 8 == 7);
+    if (store) open_upload();
+    run.slot = store ? upload_.value_or(0) : run.slot % 4 == 2,
+    run.slot_epoch = worker_.epoch() - (run.slot_epoch % 8 == 7);
     run.lane %= kLanes + 1, run.kind = run.kind % 8 == 7;
     run.pair_count %= std::max(pairs, kPlaces) + 2, run.arg %= store ? kStagingBytes : kPlaces + 2;
     run.first_pair = run.first_pair % 2 ? run.first_pair % kRecords : first + run.first_pair % (pairs + 1);
+  }
+
+  void open_upload() {
+    if (upload_) return;
+    allow_poison([&] { upload_ = world().new_upload(worker_.id(), kPackTokens[0]); });
   }
 
   void cancel(Script& script, uint32_t index) {
@@ -270,30 +281,41 @@ class Player {
     script.copy_to(requests.data() + offset, script.next<uint8_t>() % std::min<uint64_t>(room, 256));
   }
 
-  // What the control plane does for a worker, at any moment; FAILED_PRECONDITION once it is poisoned.
+  // What the control plane does for a worker, at any moment.
   void command(uint8_t which) {
-    try {
-      switch (which % 4) {
-        case 0:
-          worker_.unbind();
-          check_window();  // nothing of the old epoch can store any more
-          worker_.clear_window();
-          for (uint32_t place = 0; place < kPlaces; ++place)
-            require(worker_.at(0, 0, place) == Record::canary(), "a store after unbind has returned");
-          worker_.bind(world().packs[kHostile]);
-          break;
-        case 1:
-          if (upload_) world().plane.abort_upload(*std::exchange(upload_, std::nullopt));
-          break;
-        case 2: {
-          const uint32_t hot[kLayers * kLanes] = {kRecords, 1, 0, kPackTokens[0]};
-          world().plane.warm(world().packs[kHostile][0], hot);
-          break;
-        }
-        case 3:
-          require(heap_bytes() <= heap_before_ + kHeapBytesMax, "the heap grows with what a worker declares");
-          break;
+    switch (which % 4) {
+      case 0:
+        allow_poison([&] { rebind(); });
+        break;
+      case 1:
+        if (upload_) world().plane.abort_upload(*std::exchange(upload_, std::nullopt));
+        break;
+      case 2: {
+        const uint32_t hot[kLayers * kLanes] = {kRecords, 1, 0, kPackTokens[0]};
+        world().plane.warm(world().packs[kHostile][0], hot, kHostile);
+        break;
       }
+      case 3:
+        require(heap_bytes() <= heap_before_ + kHeapBytesMax, "the heap grows with what a worker declares");
+        break;
+    }
+  }
+
+  // After unbind nothing of the old epoch can store any more.
+  void rebind() {
+    worker_.unbind();
+    check_window();
+    worker_.clear_window();
+    std::this_thread::yield();
+    require(worker_.window_is_clear(), "a store after unbind has returned");
+    worker_.bind(world().packs[kHostile]);
+  }
+
+  // A script may poison its worker; then, and only then, commands fail.
+  template <typename Command>
+  void allow_poison(Command command) {
+    try {
+      command();
     } catch (const Error& error) {
       require(error.code() == std::string("FAILED_PRECONDITION"), error.what());
     }

@@ -2,6 +2,8 @@
 
 #include <malloc.h>
 
+#include <algorithm>
+
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
 #define __SANITIZE_ADDRESS__ 1  // as g++ says it
@@ -14,9 +16,8 @@ extern "C" size_t __sanitizer_get_current_allocated_bytes();  // g++ 12 has the 
 namespace headgate::fuzz {
 
 SharedWorker::SharedWorker(DataPlane& plane, uint32_t owner, RingGeometry geometry) : plane_(plane) {
-  (void)owner;
   clear_window();
-  id_ = plane.add_worker(window_.fd(), kWindowBytes, staging_.fd(), kStagingBytes, 1);
+  id_ = plane.add_worker(window_.fd(), kWindowBytes, staging_.fd(), kStagingBytes, 1, owner, 0);
   for (uint32_t i = 0; i < kRings; ++i) {
     rings_.push_back(std::make_unique<SharedRing>(geometry));
     plane.add_ring(id_, rings_[i]->requests.fd(), rings_[i]->completions.fd(), geometry);
@@ -30,6 +31,10 @@ void SharedWorker::bind(const std::vector<uint32_t>& packs) {
   for (uint32_t layer = 0; layer < kLayers; ++layer)
     for (uint32_t lane = 0; lane < kLanes; ++lane) windows.push_back({lane_offset(layer, lane), kPlaces});
   epoch_ = plane_.bind(id_, 0, packs, kLayers, kLanes, windows, kRecordBytes);
+}
+
+bool SharedWorker::window_is_clear() const {
+  return std::all_of(window_.data(), window_.data() + kWindowBytes, [](uint8_t byte) { return byte == kCanary; });
 }
 
 Record SharedWorker::at(uint32_t layer, uint32_t lane, uint32_t place) const {

@@ -97,6 +97,7 @@ class SharedWorker {
   // was written between the lanes.
   void check_window(uint32_t document, uint32_t records) const;
   Record at(uint32_t layer, uint32_t lane, uint32_t place) const;
+  bool window_is_clear() const;
   void clear_window() { std::memset(window_.data(), kCanary, window_.bytes()); }
 
  private:

@@ -1,4 +1,4 @@
-"""Fuzzes what a worker may write into its rings with libFuzzer: python -m tests.hostile.fuzz --executions 10000000
+"""Fuzzes what a worker may write into its rings with libFuzzer: python -m tests.hostile.fuzz --executions 200000
 
 Starts from csrc/fuzz/corpus and from what earlier runs on this machine found, and adds what it did to
 bench/results/reliability.json. `--minimise` then renews the corpus with the smallest set that covers as much.
@@ -24,7 +24,7 @@ LIBFUZZER = (f"-max_len={INPUT_BYTES_MAX}", "-detect_leaks=0", "-print_final_sta
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("--executions", type=int, default=10_000_000)
+    parser.add_argument("--executions", type=int, default=200_000)
     parser.add_argument("--seconds", type=int, default=0, help="stop after this time; 0: no limit")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--minimise", action="store_true", help="renew the committed corpus")

@@ -89,6 +89,16 @@ class ClockPolicy:
     def coldest(self) -> int:
         """For a read ahead: only a frame without use and weight, and nothing wears down."""
 
+class FairRounds:
+    """The fair rounds of a copy thread, by themselves: leaves under owners. `next` is 2**32 - 1 if none has work."""
+
+    def add(self, owner: int) -> int:
+        """A new leaf of an owner; it rests."""
+    def wake(self, leaf: int) -> None: ...
+    def rest(self, leaf: int) -> None: ...
+    def charge(self, leaf: int, bytes: int) -> None: ...
+    def next(self) -> int: ...
+
 class DataPlane:
     """Frames, packs, rings, windows and the copy threads of one daemon."""
 
@@ -141,7 +151,8 @@ class DataPlane:
         """Hints that the first hot_records[layer, lane] records of each segment of kind 0 are likely to be wanted.
 
         They are read in the background into free or colder frames, weighted against eviction; returns at once. A hint
-        never fails: an owner (uid; 0 is the daemon) with more than 4 MiB of them queued is not heard (`hints_dropped`)."""
+        never fails: an owner (uid; 0 is the daemon) with more than 4 MiB of them queued is not heard
+        (`hints_dropped`)."""
 
     # workers
     def add_worker(

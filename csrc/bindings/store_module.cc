@@ -8,11 +8,13 @@
 
 #include <cstring>
 #include <map>
+#include <memory>
 #include <tuple>
 
 #include "store/crc32c.h"
 #include "store/data_plane.h"
 #include "store/eviction.h"
+#include "store/schedule.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -197,7 +199,41 @@ void bind_shapes(nb::module_& m) {
       .def_prop_ro("completions_bytes", [](const RingGeometry& g) { return RingLayout{g}.completions_bytes(); });
 }
 
+// Leaves of a tree of fair rounds by themselves, two levels deep.
+class FairRounds {
+ public:
+  uint32_t add(uint32_t owner) {
+    auto& node = owners_[owner];
+    if (!node) node = std::make_unique<FairNode>(&root_);
+    leaves_.push_back(std::make_unique<FairNode>(node.get()));
+    return uint32_t(leaves_.size() - 1);
+  }
+  FairNode& leaf(uint32_t index) { return *leaves_.at(index); }
+  uint32_t next() {
+    FairNode* next = root_.next();
+    for (uint32_t i = 0; i < leaves_.size(); ++i)
+      if (leaves_[i].get() == next) return i;
+    return UINT32_MAX;
+  }
+
+ private:
+  FairNode root_;
+  std::map<uint32_t, std::unique_ptr<FairNode>> owners_;
+  std::vector<std::unique_ptr<FairNode>> leaves_;
+};
+
 void bind_policy(nb::module_& m) {
+  nb::class_<FairRounds>(m, "FairRounds")
+      .def(nb::init<>())
+      .def("add", &FairRounds::add, "owner"_a)
+      .def(
+          "wake", [](FairRounds& r, uint32_t leaf) { r.leaf(leaf).wake(); }, "leaf"_a)
+      .def(
+          "rest", [](FairRounds& r, uint32_t leaf) { r.leaf(leaf).rest(); }, "leaf"_a)
+      .def(
+          "charge", [](FairRounds& r, uint32_t leaf, uint64_t bytes) { r.leaf(leaf).charge(bytes); }, "leaf"_a,
+          "bytes"_a)
+      .def("next", &FairRounds::next);
   nb::class_<ClockPolicy>(m, "ClockPolicy")
       .def(nb::init<uint32_t>(), "frames"_a)
       .def("admit", &ClockPolicy::admit, "frame"_a, "weight"_a)

@@ -24,7 +24,7 @@ CopyEngine::CopyEngine(EngineOptions options, Frames& frames, Counters& counters
     : options_(options),
       counters_(counters),
       faults_(faults),
-      service_(options.io_depth, frames, counters, faults, trace) {
+      service_(options.io_depth, options.bulk_bytes_max, frames, counters, faults, trace) {
   thread_ = std::thread([this] { loop(); });
 }
 
@@ -36,13 +36,11 @@ void CopyEngine::loop() {
   prctl(PR_SET_NAME, "headgate-copy");
   prctl(PR_SET_TIMERSLACK, kMicrosecond);
   while (!stopping_.load(std::memory_order_acquire)) {
-    bool worked = false;
     try {
-      worked = turn();
+      wait_for_work(turn());
     } catch (...) {  // of no worker in particular; whatever it was, the others are served on
       add(counters_.worker_faults);
     }
-    wait_for_work(worked);
   }
   drain();
 }
@@ -122,8 +120,12 @@ void CopyEngine::drain() {
   service_.close_all();
   for (uint64_t end = now_ns() + kDrainNs; service_.transferring() && now_ns() < end;) {
     service_.wait_for_transfer(kDrainNapNs);
-    service_.reap();
-    service_.transfer();
+    try {
+      service_.reap();
+      service_.transfer();
+    } catch (...) {
+      add(counters_.worker_faults);
+    }
   }
 }
 

@@ -16,6 +16,7 @@ namespace headgate {
 struct EngineOptions {
   uint32_t io_depth;
   uint32_t spin_us;
+  uint64_t bulk_bytes_max;  // in flight
 };
 
 // Every ring, slot and window of a worker belongs to one engine, so a window has one writer, and a command that runs

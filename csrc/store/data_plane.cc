@@ -13,6 +13,9 @@ constexpr auto kDropDeadline = std::chrono::seconds(5);
 constexpr auto kLetGoDeadline = std::chrono::seconds(1);
 constexpr uint32_t kWaitMs = 2000;  // of a worker that does not say how long it waits
 constexpr uint64_t kNsPerMs = 1'000'000;
+// Bulk in flight, of all copy threads: about a millisecond of a slow device.
+constexpr uint64_t kBulkBytes = 1 << 20;
+constexpr uint64_t kBulkBytesMin = 256 << 10;
 constexpr uint32_t kSlotsMax = 1 << 16;
 constexpr uint32_t kThreadsMax = 64;
 constexpr uint32_t kDepthMax = 4096;
@@ -35,8 +38,9 @@ DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent
   if (o.copy_threads < 1 || o.copy_threads > kThreadsMax) throw invalid_argument("copy_threads must be 1..64");
   if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
   for (uint32_t i = 0; i < o.copy_threads; ++i)
-    engines_.push_back(
-        std::make_unique<CopyEngine>(EngineOptions{o.io_depth, o.spin_us}, frames_, counters_, faults_, trace_));
+    engines_.push_back(std::make_unique<CopyEngine>(
+        EngineOptions{o.io_depth, o.spin_us, std::max(kBulkBytes / o.copy_threads, kBulkBytesMin)}, frames_, counters_,
+        faults_, trace_));
   load_.resize(o.copy_threads);
 }
 
@@ -134,8 +138,14 @@ void DataPlane::close_pack(uint32_t pack) {
     file = std::move(found->second);
     packs_.erase(found);
   }
-  for (auto& engine : engines_) engine->call([&](RingService& service) { service.forget_pack(file.get()); });
-  if (eventually(kDropDeadline, [&] { return frames_.drop(*file); })) return;
+  try {
+    for (auto& engine : engines_) engine->call([&](RingService& service) { service.forget_pack(file.get()); });
+    if (eventually(kDropDeadline, [&] { return frames_.drop(*file); })) return;
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    drop_frames(std::move(file));
+    throw;
+  }
   std::lock_guard lock(mutex_);
   drop_frames(std::move(file));
 }

@@ -124,7 +124,7 @@ void Frames::claim(ExtentUse& use) {
 void Frames::release(std::span<const ExtentUse> uses) {
   std::lock_guard lock(mutex_);
   for (const ExtentUse& use : uses) unpin(use.frame, 1);
-  changes_.fetch_add(1, std::memory_order_release);
+  releases_.fetch_add(1, std::memory_order_release);
 }
 
 void Frames::landed(std::span<const Landing> landings) {
@@ -135,7 +135,8 @@ void Frames::landed(std::span<const Landing> landings) {
     meta_[l.frame].valid |= l.good;
     unpin(l.frame, l.ahead);
   }
-  changes_.fetch_add(1, std::memory_order_release);
+  releases_.fetch_add(1, std::memory_order_release);  // a read ahead holds its frame no longer
+  landings_.fetch_add(1, std::memory_order_release);
 }
 
 bool Frames::drop(PackFile& pack) {

@@ -47,8 +47,9 @@ class Frames {
   uint32_t count() const { return count_; }
   uint32_t used() const;
   uint32_t pinned() const { return pinned_.load(std::memory_order_relaxed); }
-  // Moves on whenever a frame may have become free or a read has landed: what waited for either looks again.
-  uint64_t changes() const { return changes_.load(std::memory_order_acquire); }
+  // Move on when frames may have become free and when reads have ended: what waits for either looks again then.
+  uint64_t releases() const { return releases_.load(std::memory_order_acquire); }
+  uint64_t landings() const { return landings_.load(std::memory_order_acquire); }
   uint32_t extent_blocks() const { return extent_blocks_; }
   uint32_t frame_bytes() const { return extent_blocks_ * kBlockBytes; }
   uint8_t* address(uint32_t frame) const { return memory_ + uint64_t{frame} * frame_bytes(); }
@@ -105,7 +106,7 @@ class Frames {
   std::vector<Meta> meta_;
   std::vector<uint32_t> free_;
   std::atomic<uint32_t> pinned_{0};  // frames with a pin; written under the mutex
-  std::atomic<uint64_t> changes_{0};
+  std::atomic<uint64_t> releases_{0}, landings_{0};
   uint64_t blocks_landed_ = 0, blocks_evicted_ = 0;
   ClockPolicy policy_;
 };

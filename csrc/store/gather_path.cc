@@ -9,8 +9,8 @@
 namespace headgate {
 namespace {
 
-// One step copies about this much: some 10 us, which is how long a neighbour's ticket waits at most.
-constexpr uint32_t kStepBytes = 64 << 10;
+// One step copies about this much: some 10 us from DRAM, which is how long a neighbour's ticket waits at most.
+constexpr uint32_t kStepBytes = 128 << 10;
 constexpr uint32_t kStepRecordsMin = 16;
 
 // A portion that has to be read bounds what one run pins and plans; many reads at once keep the disk busy.
@@ -25,7 +25,7 @@ constexpr uint32_t kFramesWorthPlanning = 8;
 constexpr uint64_t kCachedBytes = 1 << 20;
 
 // Planning costs about as much as copying this much per record.
-constexpr uint64_t kPlanCost = 32;
+constexpr uint64_t kPlanCost = 64;
 
 uint32_t step_records(uint32_t record_bytes) { return std::max(kStepRecordsMin, kStepBytes / record_bytes); }
 
@@ -72,6 +72,7 @@ Need GatherPath::step(RunTask& t, bool may_read, uint64_t& cost) {
   Portion& p = *t.portion;
   if (p.next_use == 0 && p.copied == 0) {
     frames_.refresh(p.uses);
+    cost += p.uses.size() * kPlanCost;
     if (!std::all_of(p.uses.begin(), p.uses.end(), [](const ExtentUse& use) { return use.ready; })) {
       bool tried = all_claimed(t) && p.next_read > 0;
       p.next_read = 0;

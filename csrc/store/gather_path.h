@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "store/counters.h"
@@ -50,8 +51,6 @@ class GatherPath {
   void flush_landings();
   // Queues the reads of use.to_read; returns how many. Without a run it is a read ahead.
   uint32_t read(const ExtentUse& use, RunTask* run);
-
-  uint64_t plan_bytes() const { return plan_bytes_; }
 
  private:
   Need begin_hot(RunTask& t, uint64_t& cost);

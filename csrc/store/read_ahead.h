@@ -33,7 +33,6 @@ class ReadAhead {
   void forget(const PackFile* pack);
   // Forgets what an owner has hinted.
   void forget_owner(uint32_t owner) { hints_.erase(owner); }
-  bool idle() const { return hints_.empty(); }
 
  private:
   static constexpr uint64_t kBytesMax = 4 << 20;  // per owner

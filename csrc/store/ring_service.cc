@@ -14,19 +14,23 @@ constexpr uint64_t kSliceNs = 50 * kMicrosecond;
 constexpr uint64_t kTendNs = 250 * kMicrosecond;
 constexpr uint64_t kHeartbeatNs = 20'000 * kMicrosecond;  // while busy
 
-constexpr size_t kReapAtOnce = 32;        // reads verified
-constexpr size_t kLookAtOnce = 64;        // rings looked at in a pass
-constexpr size_t kLookBetweenTurns = 8;   // and between two turns
-constexpr size_t kTendAtOnce = 16;        // rings whose deadlines are checked
-constexpr uint32_t kTakeAtOnce = 8;       // tickets
-constexpr uint32_t kHintPairs = 1024;     // looked through in one step
-constexpr uint64_t kTurnCost = 16 << 10;  // bytes: a turn ends with the step that reaches it
-constexpr uint64_t kRunCost = 512;        // of any run, bytes
-constexpr uint64_t kPairCost = 32;        // of a pair of a hint, bytes
+constexpr size_t kReapAtOnce = 8;        // reads verified
+constexpr size_t kLookAtOnce = 64;       // rings looked at in a pass
+constexpr size_t kLookBetweenTurns = 8;  // and between two turns
+constexpr size_t kTendAtOnce = 16;       // rings whose deadlines are checked
+constexpr uint32_t kTakeAtOnce = 8;      // tickets
+constexpr uint32_t kHintPairs = 1024;    // looked through in one step
+
+// What is done for a worker besides copying, as the bytes that could be copied in that time.
+constexpr uint64_t kTurnCost = 16 << 10;  // a turn ends with the step that reaches it
+constexpr uint64_t kStepCost = 2 << 10;
+constexpr uint64_t kWakeCost = 16 << 10;  // a system call
+constexpr uint64_t kPairCost = 64;        // of a hint
 
 }  // namespace
 
-RingService::RingService(uint32_t io_depth, Frames& frames, Counters& counters, Faults& faults, Trace& trace)
+RingService::RingService(uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames, Counters& counters, Faults& faults,
+                         Trace& trace)
     : frames_(frames),
       counters_(counters),
       faults_(faults),
@@ -35,7 +39,7 @@ RingService::RingService(uint32_t io_depth, Frames& frames, Counters& counters, 
       gather_(frames, io_, counters),
       store_(io_, counters),
       ahead_(frames, gather_, io_, counters),
-      transfers_(io_, gather_, store_, ahead_) {
+      transfers_(io_, gather_, store_, ahead_, bulk_bytes_max) {
   io_.register_memory(store_.memory());
   pairs_.resize(kHintPairs);
 }
@@ -125,16 +129,17 @@ bool RingService::look(size_t count) {
 
 // Frames were released or reads have landed, here or in another thread: those that waited for either try again.
 void RingService::notice_changes() {
-  uint64_t changes = frames_.changes();
-  if (changes == changes_seen_) return;
-  changes_seen_ = changes;
-  if (!blocked_) return;
+  const uint64_t releases = frames_.releases(), landings = frames_.landings();
+  bool released = releases != releases_seen_, landed = landings != landings_seen_;
+  if (!blocked_ || (!released && !landed)) return;
+  releases_seen_ = releases;
+  landings_seen_ = landings;
   blocked_ = false;
   for (RingWork* ring : rings_) {
     if (ring->starved.empty() && ring->watching.empty()) continue;
-    ring->look_for_frames = true;
-    blocked_ |= !ring->starved.empty();
-    while (RunTask* t = ring->watching.front()) ring->ready.push_back(*t);
+    blocked_ = true;
+    if (released) ring->look_for_frames = true;
+    while (RunTask* t = landed ? ring->watching.front() : nullptr) ring->ready.push_back(*t);
     ring->wake();
   }
 }
@@ -147,12 +152,12 @@ void RingService::serve_ring(RingWork& ring) {
   try {
     if (ring.consumer->dead()) return close_worker(ring.worker);
     take(ring);
-    while (cost < kTurnCost && work(ring, cost)) cost += kRunCost;
+    while (cost < kTurnCost && work(ring, cost)) cost += kStepCost;
   } catch (...) {
     add(counters_.worker_faults);
     return close_worker(ring.worker);
   }
-  ring.charge(cost + kRunCost);
+  ring.charge(cost + kStepCost);
   if (!has_work(ring)) ring.rest();
 }
 
@@ -205,16 +210,17 @@ bool RingService::begin_next(RingWork& ring, uint64_t& cost) {
     answer(ring, *ticket, index, Status::kError, cancelled ? Fault::kAborted : Fault::kUnavailable);
     return true;
   }
+  RunTask* t = nullptr;
   try {
-    begin(ring, *ticket, index);
+    t = &ring.new_task();
   } catch (const std::bad_alloc&) {
     answer(ring, *ticket, index, Status::kError, Fault::kResourceExhausted);
   }
+  if (t) begin(*t, ring, *ticket, index);
   return true;
 }
 
-void RingService::begin(RingWork& ring, TakenTicket& ticket, uint32_t index) {
-  RunTask& t = ring.new_task();
+void RingService::begin(RunTask& t, RingWork& ring, TakenTicket& ticket, uint32_t index) {
   ++tasks_;
   t.ring = &ring, t.ticket = &ticket, t.worker = &ring.worker;
   t.index = index, t.run = ring.consumer->run(ticket, index), t.layer = ticket.layer, t.op = ticket.op;
@@ -396,7 +402,9 @@ void RingService::answer(RingWork& ring, TakenTicket& ticket, uint32_t index, St
   if (ticket.op == Op::kGather) times.ticket_gather.record_ns(now - ticket.seen_ns);
   if (ticket.op == Op::kRange) times.ticket_range.record_ns(now - ticket.seen_ns);
   if (ticket.op == Op::kStore) times.ticket_store.record_ns(now - ticket.seen_ns);
-  if (ring.consumer->ring_if_needed()) add(counters_.wakes);
+  if (!ring.consumer->ring_if_needed()) return;
+  add(counters_.wakes);
+  ring.charge(kWakeCost);
 }
 
 void RingService::count(Status status) {

@@ -22,7 +22,8 @@ namespace headgate {
 // next one, from where it stopped.
 class RingService {
  public:
-  RingService(uint32_t io_depth, Frames& frames, Counters& counters, Faults& faults, Trace& trace);
+  RingService(uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames, Counters& counters, Faults& faults,
+              Trace& trace);
 
   // The loop's steps; each says whether it did anything.
   bool reap();      // verifies what was read, frees what was written
@@ -61,7 +62,7 @@ class RingService {
   void shuffle(TakenTicket& ticket);
 
   bool begin_next(RingWork& ring, uint64_t& cost);
-  void begin(RingWork& ring, TakenTicket& ticket, uint32_t index);
+  void begin(RunTask& t, RingWork& ring, TakenTicket& ticket, uint32_t index);
   Status admit(RunTask& t);
   void cancel_next(RingWork& ring);
   void promote_some(RingWork& ring, TakenTicket& ticket, uint64_t& cost);
@@ -101,7 +102,7 @@ class RingService {
   std::vector<Pair> pairs_;
   uint64_t tasks_ = 0;
   uint64_t delayed_ = 0;
-  uint64_t changes_seen_ = 0;
+  uint64_t releases_seen_ = 0, landings_seen_ = 0;
   bool blocked_ = false;  // some run waits for frames or for another's read
   size_t next_look_ = 0, next_tend_ = 0;
   uint64_t now_ = 0;

@@ -29,7 +29,7 @@ bool Transfers::waiting() const {
 }
 
 bool Transfers::bulk_has_room() const {
-  return bulk_bytes_ < kBulkBytesMax && bulk_requests_ < std::max(1u, io_.depth() - io_.depth() / 4);
+  return bulk_bytes_ < bulk_bytes_max_ && bulk_requests_ < std::max(1u, io_.depth() - io_.depth() / 4);
 }
 
 // Decode first, but while both wait bulk gets one turn in eight; restores and stores share the turns of bulk by bytes.

@@ -13,8 +13,8 @@ namespace headgate {
 // waits here keeps nobody else waiting. Used by one copy thread.
 class Transfers {
  public:
-  Transfers(IoEngine& io, GatherPath& gather, StorePath& store, ReadAhead& ahead)
-      : io_(io), gather_(gather), store_(store), ahead_(ahead) {}
+  Transfers(IoEngine& io, GatherPath& gather, StorePath& store, ReadAhead& ahead, uint64_t bulk_bytes_max)
+      : io_(io), gather_(gather), store_(store), ahead_(ahead), bulk_bytes_max_(bulk_bytes_max) {}
 
   FairNode (&roots()) [size_t(Transfer::kCount)] { return roots_; } void add(RunTask& t);
   // The run has nothing to transfer any more, or is given up.
@@ -37,9 +37,8 @@ class Transfers {
   void landed(const Io& io);
 
  private:
-  static constexpr uint64_t kAtOnce = 16;             // requests; a submit of more would hold up hot tickets
-  static constexpr uint64_t kBulkBytesMax = 1 << 20;  // in flight: about a millisecond of a slow device
-  static constexpr uint32_t kDecodeBeforeBulk = 7;    // requests, while both wait
+  static constexpr uint64_t kAtOnce = 8;            // requests; a submit of more would hold up hot tickets
+  static constexpr uint32_t kDecodeBeforeBulk = 7;  // requests, while both wait
 
   static bool over(const RunTask& t) {
     return t.op == Op::kStore ? StorePath::all_written(t) : t.fault != Fault::kNone || GatherPath::all_claimed(t);
@@ -55,6 +54,7 @@ class Transfers {
   GatherPath& gather_;
   StorePath& store_;
   ReadAhead& ahead_;
+  const uint64_t bulk_bytes_max_;  // in flight: a decode read waits behind no more
   FairNode roots_[size_t(Transfer::kCount)];
   uint64_t bulk_bytes_ = 0;  // in flight
   uint32_t bulk_requests_ = 0;

@@ -1,93 +1,154 @@
-// libFuzzer target: whatever a worker writes into its requests, the daemon takes, refuses or serves it in bounds.
+// libFuzzer target: whatever a worker writes into its requests, the daemon stays within bounds, and so does its service
+// to another worker.
 //
-// The input is a script (see `play`) of tickets, wild bytes and completions. What the decoder lets through is judged
-// here once more, by other arithmetic than its own. csrc/fuzz/replay.cc runs the same entry over files.
-#include <sys/mman.h>
+// Two workers of two owners share a data plane with one copy thread; each has two rings. The input is a script (see
+// `play`) of what the hostile one does: tickets of every kind, wild bytes, CANCELs, unbinds. The other one asks for
+// records in between. Its DRAM tier holds less than the two documents together, so both are hot and cold by turns.
+// Judged: what the other worker gets and when, each byte of both windows, the daemon's heap, and its census at the end.
+// csrc/fuzz/replay.cc runs the same entry over files.
 #include <unistd.h>
 
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
+#include <algorithm>
+#include <chrono>
 #include <filesystem>
-#include <memory>
-#include <vector>
+#include <map>
+#include <optional>
+#include <thread>
 
-#include "store/gather_path.h"
-#include "store/store_path.h"
+#include "core/futex.h"
+#include "core/ring_producer.h"
+#include "fuzz/shared_worker.h"
 
-namespace headgate {
+namespace headgate::fuzz {
 namespace {
 
-constexpr RingGeometry kGeometries[] = {{2, 1, 1}, {2, 4, 16}, {4, 16, 64}, {8, 3, 300}};
-constexpr uint32_t kLayers = 2, kLanes = 2, kRecordBytes = 64, kPackTokens[] = {256, 512};
-constexpr uint32_t kPlaces = 300, kGap = 4096;
+// Small ones to fill up, one of many runs over many pairs, one whose memory is nearly all untouched.
+constexpr RingGeometry kGeometries[] = {{2, 1, 1},   {2, 4, 16},     {4, 16, 64},
+                                        {8, 3, 300}, {2, 512, 4096}, {4, 4, 1 << 22}};
+constexpr RingGeometry kVictimGeometry{4, 4, 64};
+constexpr uint32_t kVictim = 0, kHostile = 1;  // documents and owners
+constexpr uint32_t kPackTokens[] = {256, 512};
 constexpr uint32_t kRecords = kPackTokens[0] + kPackTokens[1];
-constexpr uint32_t kSlot = 0, kEpoch = 1, kUpload = 1;
-constexpr uint64_t kLaneBytes = kPlaces * kRecordBytes;
-constexpr uint64_t kWindowBytes = kLayers * kLanes * (kLaneBytes + kGap);
-constexpr uint64_t kStagingBytes = 5 * kBlockBytes;
+constexpr uint32_t kExtentBlocks = 4;
+constexpr uint64_t kDramBytes = 10 * kExtentBlocks * kBlockBytes;  // of 24 extents
+constexpr uint64_t kAnswerUs = 5'000'000, kInputNs = 10'000'000'000;
+constexpr uint64_t kHeapBytesMax = 24 << 20;  // more than before the input
+constexpr uint32_t kAsked = 4;                // records of one of the victim's tickets
 
-void require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "fuzz_requests: %s\n", what);
-  std::abort();
-}
-
-int memory(uint64_t bytes) {
-  int fd = memfd_create("fuzz", MFD_CLOEXEC);
-  require(fd >= 0 && ftruncate(fd, off_t(bytes)) == 0, "memfd_create failed");
-  return fd;
-}
-
-PackHeader shape(uint32_t tokens) {
+PackHeader shape(uint32_t tokens, uint8_t name) {
   PackHeader h{};
-  h.layers = kLayers, h.kind_count = 1, h.tokens = tokens, h.extent_blocks = 4;
+  h.pack_id[0] = h.build[0] = name;
+  h.layers = kLayers, h.kind_count = 1, h.tokens = tokens, h.extent_blocks = kExtentBlocks;
   h.kinds[0] = {kLanes, kRecordBytes / 4, uint32_t(Dtype::kBfloat16), kRecordBytes, 0, 0};
   return h;
 }
 
-// A pack with the right header and map; nothing here reads its records.
-std::shared_ptr<PackFile> make_pack(const std::string& directory, uint32_t tokens, Counters& counters) {
-  std::string path = directory + "/" + std::to_string(tokens);
-  Upload upload(path, shape(tokens), counters);
-  std::vector<uint16_t> map(tokens);
-  for (uint32_t i = 0; i < tokens; ++i) map[i] = uint16_t(i);
-  for (uint32_t layer = 0; layer < kLayers; ++layer) {
-    for (uint32_t lane = 0; lane < kLanes; ++lane) {
-      upload.begin_segment(0, layer, lane);
-      upload.set_map(layer, lane, reinterpret_cast<const uint8_t*>(map.data()));
-      upload.end_segment(0, layer, lane, true);
-    }
-  }
-  upload.finish();
-  return std::make_shared<PackFile>(path, counters);
-}
-
-std::vector<LaneWindow> windows() {
-  std::vector<LaneWindow> out;
-  for (uint64_t i = 0; i < kLayers * kLanes; ++i) out.push_back({i * (kLaneBytes + kGap) + kGap / 2, kPlaces});
-  return out;
-}
-
-// What outlives an input: a worker with one bound slot and one upload. Files are made once.
+// What outlives an input: the data plane, both documents, and the worker to whom nothing may happen.
 struct World {
-  Counters counters;
-  IoEngine io{4};
-  StorePath store{io, counters};
-  Worker worker{1, memory(kWindowBytes), kWindowBytes, memory(kStagingBytes), kStagingBytes, 1};
+  DataPlane plane{DataPlaneOptions{kDramBytes, 8, 1, 30, kExtentBlocks}};
   std::string directory;
+  uint32_t files = 0;
+  std::vector<uint32_t> packs[2];
+  std::optional<SharedWorker> victim;
+  std::vector<std::unique_ptr<RingProducer>> producers;
+  uint32_t asked = 0;
 
   World() {
     char name[] = "fuzz-XXXXXX";  // here: temporary directories often are memory, which has no O_DIRECT
     require(mkdtemp(name) != nullptr, "the working directory is not writable");
-    directory = name;
-    std::vector<std::shared_ptr<PackFile>> packs;
-    for (uint32_t tokens : kPackTokens) packs.push_back(make_pack(directory, tokens, counters));
-    worker.slots[kSlot].epoch = kEpoch;
-    worker.slots[kSlot].binding.emplace(packs, kLayers, kLanes, windows(), kRecordBytes, kWindowBytes);
-    worker.uploads[kUpload] = std::make_shared<Upload>(directory + "/upload", shape(256), counters);
+    directory = std::filesystem::absolute(name);
+    victim.emplace(plane, kVictim, kVictimGeometry);
+    for (uint32_t i = 0; i < kRings; ++i)
+      producers.push_back(
+          std::make_unique<RingProducer>(victim->ring(i).requests.fd(), victim->ring(i).completions.fd()));
+    for (uint32_t document : {kVictim, kHostile}) {
+      uint32_t first = 0;
+      for (uint32_t tokens : kPackTokens) {
+        packs[document].push_back(write_pack(document, first, tokens));
+        first += tokens;
+      }
+    }
+    victim->bind(packs[kVictim]);
+  }
+  ~World() {
+    producers.clear();
+    victim.reset();
+    plane.close();
     std::filesystem::remove_all(directory);
+  }
+
+  uint32_t new_upload(uint32_t worker, uint32_t tokens) {
+    ++files;
+    uint32_t upload = plane.create_upload(directory + "/" + std::to_string(files), shape(tokens, uint8_t(files)));
+    try {
+      plane.own_upload(worker, upload);
+    } catch (const Error&) {  // the worker is poisoned
+      plane.abort_upload(upload);
+      throw;
+    }
+    return upload;
+  }
+
+  uint32_t write_pack(uint32_t document, uint32_t first, uint32_t tokens) {
+    uint32_t upload = new_upload(victim->id(), tokens);
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      for (uint32_t lane = 0; lane < kLanes; ++lane) {
+        uint8_t* at = victim->staging();
+        for (uint32_t i = 0; i < tokens; ++i, at += kRecordBytes) {
+          Record r = Record::of(document, layer, lane, first + i);
+          std::memcpy(at, &r, sizeof r);
+        }
+        for (uint16_t i = 0; i < tokens; ++i, at += sizeof i) std::memcpy(at, &i, sizeof i);
+        Run run{upload, 0, 0, 0, 0, uint16_t(lane), 0, 0};
+        uint64_t ticket = producers[0]->post(Op::kStore, 0, uint16_t(layer), {&run, 1}, {});
+        require(producers[0]->wait(ticket, kAnswerUs, 30)[0].status == uint32_t(Status::kOk), "a STORE failed");
+      }
+    }
+    plane.finish_upload(upload);
+    return plane.open_pack(directory + "/" + std::to_string(files));
+  }
+
+  // The victim asks for a few records through either ring; they must come, in time, and be its own.
+  void ask() {
+    uint32_t n = ++asked, layer = n % kLayers, lane = n / kLayers % kLanes, place = n % (kPlaces - kAsked);
+    uint32_t record = n * 37 % (kRecords - kAsked);
+    Run run{0, victim->epoch(), 1, 0, kAsked, uint16_t(lane), 0, 0};
+    Pair pairs[kAsked];
+    for (uint32_t i = 0; i < kAsked; ++i) pairs[i] = {record + i, place + i};
+    bool range = n % 3 == 0;
+    if (range) run.first_pair = record, run.arg = place;
+    RingProducer& ring = *producers[n / 2 % kRings];
+    uint64_t ticket = post(ring, range ? Op::kRange : Op::kGather, layer, run, {pairs, range ? 0 : kAsked});
+    RunResult result = ring.wait(ticket, kAnswerUs, 30)[0];
+    require(result.status == uint32_t(Status::kOk), "the other worker's run failed");
+    for (uint32_t i = 0; i < kAsked; ++i)
+      require(victim->at(layer, lane, place + i) == Record::of(kVictim, layer, lane, record + i),
+              "the other worker got a wrong record");
+  }
+
+  static uint64_t post(RingProducer& ring, Op op, uint32_t layer, const Run& run, std::span<const Pair> pairs) {
+    uint64_t deadline_ns = now_ns() + kAnswerUs * 1000;
+    while (true) {
+      try {
+        return ring.post(op, 0, uint16_t(layer), {&run, 1}, pairs);
+      } catch (const NoCredit&) {
+        require(now_ns() < deadline_ns, "the other worker got no credit");
+      }
+    }
+  }
+
+  // Every run has ended, every frame is accounted for, and none is pinned, once the reads in flight have landed.
+  void settle() {
+    for (uint64_t deadline_ns = now_ns() + kAnswerUs * 1000;; std::this_thread::yield()) {
+      std::map<std::string, uint64_t> census, stats;
+      for (auto& [name, value] : plane.census()) census[name] = value;
+      for (auto& [name, value] : plane.stats()) stats[name] = value;
+      bool adds_up = census["runs"] == census["runs_ended"] && census["runs_in_flight"] == 0 &&
+                     census["blocks_landed"] == census["blocks_valid"] + census["blocks_evicted"] &&
+                     census["frames_used"] == census["frames_held"] && stats["frames_pinned"] == 0;
+      if (adds_up) return;
+      require(now_ns() < deadline_ns, "the census does not add up");
+    }
   }
 };
 
@@ -120,142 +181,179 @@ class Script {
 
 class Player {
  public:
-  explicit Player(RingGeometry geometry)
-      : layout_{geometry},
-        requests_(memory(layout_.requests_bytes())),
-        completions_(memory(layout_.completions_bytes())),
-        ring_(requests_.get(), completions_.get(), geometry, 1),
-        written_(requests_.get(), layout_.requests_bytes(), PROT_READ | PROT_WRITE, "requests") {}
+  explicit Player(RingGeometry geometry) : geometry_(geometry), worker_(world().plane, kHostile, geometry) {
+    worker_.bind(world().packs[kHostile]);
+  }
 
   void play(Script script) {
     while (!script.empty()) {
-      switch (script.next<uint8_t>() % 5) {
+      switch (script.next<uint8_t>() % 8) {
         case 0:
         case 1:
-          post(script);
-          take();
-          break;
         case 2:
-          scribble(script);
-          take();
+          post(script, script.next<uint8_t>() % kRings);
           break;
         case 3:
-          complete(script.next<uint8_t>());
+          scribble(script, worker_.ring(script.next<uint8_t>() % kRings).requests);
           break;
         case 4:
-          if (script.next<uint8_t>() == 255) ring_.poison();
-          require(!ring_.in_flight(script.next<uint64_t>()) || !pending_.empty(), "in_flight found nothing's ticket");
+          cancel(script, script.next<uint8_t>() % kRings);
+          break;
+        case 5:
+          command(script.next<uint8_t>());
+          break;
+        case 6:
+          std::this_thread::sleep_for(std::chrono::microseconds(script.next<uint8_t>()));
+          break;
+        case 7:
+          world().ask();
           break;
       }
-      ring_.ring_if_needed();
     }
+    world().ask();
   }
+
+  void check_window() const { worker_.check_window(kHostile, kRecords); }
 
  private:
-  // The next ticket as a worker would post it: its numbers are the script's, its sequence is right.
-  void post(Script& script) {
-    const RingGeometry& g = layout_.g;
-    uint8_t* ticket = written_.data() + layout_.ticket_off(next_);
+  // The next ticket as a worker would post it: its numbers are the script's, its sequence is right. A few runs and
+  // pairs are repeated until there are as many as the script wants; pairs may lie at the end of their area.
+  void post(Script& script, uint32_t index) {
+    SharedRing& ring = worker_.ring(index);
+    uint64_t seq = next_[index]++;
+    uint8_t* ticket = ring.requests.data() + ring.layout.ticket_off(seq);
     script.copy_to(ticket + sizeof(uint64_t), 16);
-    uint32_t runs = script.next<uint8_t>() % (g.runs_max + 1), pairs = script.next<uint8_t>() % (g.pairs_max + 1);
-    bool tame = script.next<uint8_t>() % 4 != 0;
-    Run* run = reinterpret_cast<Run*>(written_.data() + layout_.runs_off(next_));
-    Pair* pair = reinterpret_cast<Pair*>(written_.data() + layout_.pairs_off(next_));
-    script.copy_to(reinterpret_cast<uint8_t*>(run), runs * sizeof(Run));
-    script.copy_to(reinterpret_cast<uint8_t*>(pair), pairs * sizeof(Pair));
-    for (uint32_t i = 0; tame && i < runs; ++i) soften(run[i]);
-    for (uint32_t i = 0; tame && i < pairs; ++i)
-      pair[i] = {pair[i].record % (kRecords + 1), pair[i].place % (kPlaces + 1)};
-    std::memcpy(ticket, &next_, sizeof next_);
-  }
-
-  // Brings the numbers of a run to their bounds and one beyond, so that they reach the checks behind the first.
-  void soften(Run& run) {
-    run.slot %= kUpload + 1, run.slot_epoch %= kEpoch + 1, run.lane %= kLanes + 1, run.kind %= 2;
-    run.first_pair %= kRecords + 1, run.pair_count %= kPlaces + 2, run.arg %= kStagingBytes;
-    if (run.slot == kSlot) run.arg %= kPlaces + 2;
-  }
-
-  // Anything, anywhere in the worker's memory, headers included.
-  void scribble(Script& script) {
-    uint64_t offset = script.next<uint16_t>() % written_.bytes();
-    uint64_t room = written_.bytes() - offset;
-    script.copy_to(written_.data() + offset, script.next<uint8_t>() % (room < 256 ? room : 256));
-  }
-
-  void take() {
-    if (ring_.dead()) return;
-    TakenTicket* ticket = ring_.take();
-    if (!ticket) return;
-    require(ticket->seq == next_ && ticket->runs.size() <= layout_.g.runs_max, "a ticket is out of order or too long");
-    require(ticket->pairs.size() <= layout_.g.pairs_max, "a ticket has too many pairs");
-    ++next_;
-    for (const Run& run : ticket->runs) judge(*ticket, run);
-    if (ticket->op == Op::kPromote) {
-      ring_.complete_silently(*ticket);
-    } else if (!ticket->runs.empty()) {
-      pending_.push_back({ticket, 0});
+    uint8_t given_runs = script.next<uint8_t>() % 8, given_pairs = script.next<uint8_t>() % 32;
+    uint32_t runs = script.next<uint16_t>() % (geometry_.runs_max + 1);
+    uint32_t pairs = script.next<uint16_t>() % (std::min(geometry_.pairs_max, 4096u) + 1);
+    uint8_t flags = script.next<uint8_t>();
+    bool tame = flags % 4 != 0;
+    uint32_t first = flags & 4 ? geometry_.pairs_max - pairs : 0;
+    Run* run = reinterpret_cast<Run*>(ring.requests.data() + ring.layout.runs_off(seq));
+    Pair* pair = reinterpret_cast<Pair*>(ring.requests.data() + ring.layout.pairs_off(seq)) + first;
+    for (uint32_t i = 0; i < runs; ++i) {
+      if (i < given_runs) run[i] = script.next<Run>();
+      if (i >= given_runs) run[i] = given_runs ? run[i % given_runs] : Run{};
+      if (tame && i < given_runs) soften(run[i], first, pairs);
     }
-    require(pending_.size() <= layout_.g.tickets, "more tickets in flight than the ring has");
+    for (uint32_t i = 0; i < pairs; ++i) {
+      if (i < given_pairs) pair[i] = script.next<Pair>();
+      if (i >= given_pairs) pair[i] = given_pairs ? pair[i % given_pairs] : Pair{};
+      if (tame && i < given_pairs) pair[i] = {pair[i].record % (kRecords + 1), pair[i].place % (kPlaces + 1)};
+    }
+    if (tame) soften(*reinterpret_cast<Ticket*>(ticket), runs);
+    publish(ring, seq);
   }
 
-  void judge(const TakenTicket& ticket, const Run& run) {
-    if (ticket.op == Op::kStore) return judge_store(ticket, run);
-    const Slot& slot = world().worker.slots[kSlot];
-    bool pairs = ticket.op == Op::kGather || ticket.op == Op::kPromote;
-    if ((!pairs && ticket.op != Op::kRange) || run.slot != kSlot || run.slot_epoch != slot.epoch) return;
-    if (GatherPath::validate(run, ticket.op == Op::kRange ? Op::kRange : Op::kGather, ticket.layer, *slot.binding,
-                             ticket) != Fault::kNone)
-      return;
-    require(ticket.layer < kLayers && run.lane < kLanes && run.kind == 0, "a lane that is not there");
-    for (uint64_t i = 0; i < run.pair_count; ++i) {
-      Pair pair = pairs ? ticket.pairs.at(run.first_pair + i)
-                        : Pair{uint32_t(run.first_pair + i), uint32_t(uint32_t(run.arg) + i)};
-      require(pair.place < kPlaces, "a place beyond its lane");
-      require(pair.record < kRecords, "a record beyond the session");
-      require(pairs || (run.arg + i < kPlaces && run.first_pair + i == pair.record), "a range that wraps");
-      RecordOrigin origin = slot.binding->origin(pair.record);
-      require(origin.first <= pair.record && pair.record < origin.end, "a record in another pack");
+  // Brings a ticket's numbers to their bounds and one beyond, so that they reach the checks behind the first.
+  void soften(Ticket& ticket, uint32_t runs) {
+    ticket.layer %= kLayers + 1, ticket.op = uint16_t(ticket.op % 7);
+    ticket.first_run = 0, ticket.run_count = uint16_t(runs);
+  }
+
+  void soften(Run& run, uint32_t first, uint32_t pairs) {
+    bool store = run.slot % 4 == 3;
+    if (store) open_upload();
+    run.slot = store ? upload_.value_or(0) : run.slot % 4 == 2,
+    run.slot_epoch = worker_.epoch() - (run.slot_epoch % 8 == 7);
+    run.lane %= kLanes + 1, run.kind = run.kind % 8 == 7;
+    run.pair_count %= std::max(pairs, kPlaces) + 2, run.arg %= store ? kStagingBytes : kPlaces + 2;
+    run.first_pair = run.first_pair % 2 ? run.first_pair % kRecords : first + run.first_pair % (pairs + 1);
+  }
+
+  void open_upload() {
+    if (upload_) return;
+    allow_poison([&] { upload_ = world().new_upload(worker_.id(), kPackTokens[0]); });
+  }
+
+  void cancel(Script& script, uint32_t index) {
+    SharedRing& ring = worker_.ring(index);
+    uint64_t seq = next_[index]++, back = script.next<uint8_t>();
+    Ticket& ticket = *reinterpret_cast<Ticket*>(ring.requests.data() + ring.layout.ticket_off(seq));
+    ticket.op = uint16_t(Op::kCancel), ticket.run_count = 1, ticket.first_run = 0;
+    *reinterpret_cast<Run*>(ring.requests.data() + ring.layout.runs_off(seq)) = Run{0, 0, 0, 0, 0, 0, 0, seq - back};
+    publish(ring, seq);
+  }
+
+  // Anything, anywhere near the front of the worker's memory, headers included.
+  void scribble(Script& script, Shared& requests) {
+    uint64_t offset = script.next<uint16_t>() % requests.bytes(), room = requests.bytes() - offset;
+    script.copy_to(requests.data() + offset, script.next<uint8_t>() % std::min<uint64_t>(room, 256));
+  }
+
+  // What the control plane does for a worker, at any moment.
+  void command(uint8_t which) {
+    switch (which % 4) {
+      case 0:
+        allow_poison([&] { rebind(); });
+        break;
+      case 1:
+        if (upload_) world().plane.abort_upload(*std::exchange(upload_, std::nullopt));
+        break;
+      case 2: {
+        const uint32_t hot[kLayers * kLanes] = {kRecords, 1, 0, kPackTokens[0]};
+        world().plane.warm(world().packs[kHostile][0], hot, kHostile);
+        break;
+      }
+      case 3:
+        require(heap_bytes() <= heap_before_ + kHeapBytesMax, "the heap grows with what a worker declares");
+        break;
     }
   }
 
-  void judge_store(const TakenTicket& ticket, const Run& run) {
-    RunTask task{};
-    task.worker = &world().worker;
-    task.run = run, task.layer = ticket.layer, task.op = ticket.op;
-    if (world().store.begin(task) != Fault::kNone) return;
-    require(run.slot == kUpload && run.kind == 0 && run.lane < kLanes && ticket.layer < kLayers, "a wrong segment");
-    constexpr uint64_t kSegment = 256 * (kRecordBytes + 2);
-    require(run.arg <= kStagingBytes - kSegment && task.blocks == 4, "a segment beyond the staging memory");
-    require(world().store.drain(task), "a segment that no write holds stays taken");
+  // After unbind nothing of the old epoch can store any more.
+  void rebind() {
+    worker_.unbind();
+    check_window();
+    worker_.clear_window();
+    std::this_thread::yield();
+    require(worker_.window_is_clear(), "a store after unbind has returned");
+    worker_.bind(world().packs[kHostile]);
   }
 
-  void complete(uint8_t which) {
-    if (pending_.empty()) return;
-    auto at = pending_.begin() + which % pending_.size();
-    require(ring_.in_flight(at->ticket->seq) == at->ticket, "a pending ticket is not in flight");
-    if (ring_.complete(*at->ticket, at->done++, Status::kError, Fault::kInvalidArgument)) pending_.erase(at);
+  // A script may poison its worker; then, and only then, commands fail.
+  template <typename Command>
+  void allow_poison(Command command) {
+    try {
+      command();
+    } catch (const Error& error) {
+      require(error.code() == std::string("FAILED_PRECONDITION"), error.what());
+    }
   }
 
-  struct Pending {
-    TakenTicket* ticket;
-    uint32_t done;
-  };
+  void publish(SharedRing& ring, uint64_t seq) {
+    auto& header = *reinterpret_cast<RequestsHeader*>(ring.requests.data());
+    reinterpret_cast<Ticket*>(ring.requests.data() + ring.layout.ticket_off(seq))
+        ->seq.store(seq, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    header.bell.fetch_add(1, std::memory_order_relaxed);
+    futex_wake(header.bell);
+  }
 
-  const RingLayout layout_;
-  Fd requests_, completions_;
-  RingConsumer ring_;
-  Mapping written_;
-  std::deque<Pending> pending_;
-  uint64_t next_ = 1;
+  const RingGeometry geometry_;
+  const uint64_t heap_before_ = heap_bytes();
+  SharedWorker worker_;
+  std::optional<uint32_t> upload_;
+  uint64_t next_[kRings] = {1, 1};
 };
 
 }  // namespace
-}  // namespace headgate
+}  // namespace headgate::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  headgate::Script script(data, size);
-  headgate::Player player(headgate::kGeometries[script.next<uint8_t>() % std::size(headgate::kGeometries)]);
-  player.play(script);
+  using namespace headgate::fuzz;
+  World& w = world();
+  uint64_t heap_before = heap_bytes(), started_ns = headgate::now_ns();
+  Script script(data, size);
+  {
+    Player player(kGeometries[script.next<uint8_t>() % std::size(kGeometries)]);
+    player.play(script);
+    require(heap_bytes() <= heap_before + kHeapBytesMax, "the heap grows with what a worker declares");
+    player.check_window();
+  }
+  w.settle();
+  w.victim->check_window(kVictim, kRecords);
+  require(heap_bytes() <= heap_before + kHeapBytesMax, "memory is kept after its worker has gone");
+  require(headgate::now_ns() - started_ns < kInputNs, "an input takes too long");
   return 0;
 }

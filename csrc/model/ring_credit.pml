@@ -1,7 +1,8 @@
 /* Is every cell read as the answer to its own ticket, and is nothing overwritten that is still needed?
  *
- * A worker posts TICKETS tickets into a ring of N; a ticket has one or two runs, or is a hint without an answer. The daemon
- * takes tickets in order, copy threads complete runs in any order. Either side may crash at any step.
+ * A worker posts TICKETS tickets into a ring of N; a ticket has one or two runs, or is a hint without an answer. The daemon's one
+ * thread takes tickets in order and completes runs in any order, as their reads land. It copies a ticket when it takes it, but runs
+ * and pairs only when it serves them, so their area is needed until the ticket is terminal. Either side may crash at any step.
  *
  * OVERRUN is a fault, not a bug of the protocol: a worker that ignores credit. It may end at a deadline, but never with a wrong
  * answer, provided that a cell is stored and loaded in one piece. With credit two steps suffice. */
@@ -101,6 +102,9 @@ proctype Worker()
 	{
 		do
 		:: next_post <= TICKETS && CREDIT -> post()
+#ifdef CREDIT_ASKED_ONCE
+		:: next_post == N + 1 && runs_of[1] > 0 && collected(1) && !CREDIT -> assert(false)
+#endif
 		COLLECT(1, 0) COLLECT(2, 0) COLLECT(3, 0)
 		COLLECT(1, 1) COLLECT(2, 1) COLLECT(3, 1)
 #ifndef OVERRUN
@@ -114,36 +118,6 @@ proctype Worker()
 #endif
 		od
 	} unless { crashed == WORKER }
-}
-
-/* The only reader of requests. It looks at the next ticket alone, and copies it before it uses it. */
-proctype Taker()
-{
-	byte first, last, s;    /* the copy */
-	{
-end:		do
-		:: next_take <= TICKETS && area[next_take % N].seq == next_take ->
-			s = next_take % N;
-#ifndef OVERRUN
-			assert(table[s] == 0);          /* credit also bounds the daemon's own table */
-#else
-			table[s] == 0;
-#endif
-			first = area[s].first;
-			last = area[s].last;
-#ifndef OVERRUN
-			assert(first == next_take && last == next_take);
-#endif
-			d_step {
-				answered[s] = area[s].runs > 0;
-				todo[s] = (area[s].runs > 0 -> area[s].runs : 1);
-				remaining[s] = todo[s];
-				table[s] = next_take;
-				next_take++;
-				first = 0; last = 0; s = 0
-			}
-		od
-	} unless { crashed == DAEMON }
 }
 
 inline advance()
@@ -160,11 +134,64 @@ inline advance()
 	}
 }
 
-proctype Copier()
+/* It looks at the next ticket alone. */
+inline take()
+{
+	s = next_take % N;
+	assert(table[s] == 0);                          /* credit also bounds the daemon's own table */
+	d_step {
+		answered[s] = area[s].runs > 0;
+		todo[s] = (area[s].runs > 0 -> area[s].runs : 1);
+		remaining[s] = todo[s];
+		table[s] = next_take;
+#ifdef CONSUMED_AT_TAKE
+		consumed = next_take;
+#endif
+		next_take++;
+		s = 0
+	}
+}
+
+inline complete()
+{
+	/* the last portion's pairs */
+#ifndef OVERRUN
+	assert(area[s].first == t);
+	assert(area[s].last == t);
+#endif
+	if
+	:: answered[s] ->
+#if defined(SEQ_BEFORE_STATUS)
+		done[s].seq[r] = t;
+		done[s].status[r] = t
+#elif defined(CELL_IN_TWO_STEPS)
+		done[s].status[r] = t;
+		done[s].seq[r] = t
+#else
+		d_step { done[s].status[r] = t; done[s].seq[r] = t }
+#endif
+	:: else
+	fi;
+	atomic {
+		remaining[s]--;
+		if
+		:: remaining[s] == 0 -> table[s] = 0; terminal[t] = true; advance()
+		:: else
+		fi;
+		s = 0; r = 0; t = 0
+	}
+}
+
+proctype Loop()
 {
 	byte s, r, t;
 	{
 end:		do
+#ifdef OVERRUN
+		:: next_take <= TICKETS && area[next_take % N].seq == next_take && table[next_take % N] == 0 -> take()
+#else
+		:: next_take <= TICKETS && area[next_take % N].seq == next_take -> take()
+#endif
 		:: atomic {
 				if
 				:: todo[0] > 0 -> s = 0
@@ -174,34 +201,14 @@ end:		do
 				r = todo[s];
 				t = table[s]
 			};
-			if
-			:: answered[s] ->
-#if defined(SEQ_BEFORE_STATUS)
-				done[s].seq[r] = t;
-				done[s].status[r] = t
-#elif defined(CELL_IN_TWO_STEPS)
-				done[s].status[r] = t;
-				done[s].seq[r] = t
-#else
-				d_step { done[s].status[r] = t; done[s].seq[r] = t }
-#endif
-			:: else
-			fi;
-			atomic {
-				remaining[s]--;
-				if
-				:: remaining[s] == 0 -> table[s] = 0; terminal[t] = true; advance()
-				:: else
-				fi;
-				s = 0; r = 0; t = 0
-			}
+			complete()
 		od
 	} unless { crashed == DAEMON }
 }
 
 init
 {
-	atomic { run Worker(); run Taker(); run Copier(); run Copier() };
+	atomic { run Worker(); run Loop() };
 	if
 	:: crashed = WORKER
 	:: crashed = DAEMON

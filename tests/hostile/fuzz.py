@@ -1,6 +1,6 @@
-"""Fuzzes the decoder of ring requests with libFuzzer: python -m tests.hostile.fuzz --executions 10000000
+"""Fuzzes what a worker may write into its rings with libFuzzer: python -m tests.hostile.fuzz --executions 200000
 
-Starts from tests/hostile/corpus and from what earlier runs on this machine found, and adds what it did to
+Starts from csrc/fuzz/corpus and from what earlier runs on this machine found, and adds what it did to
 bench/results/reliability.json. `--minimise` then renews the corpus with the smallest set that covers as much.
 """
 
@@ -17,14 +17,14 @@ from tests.hostile import sanitized
 from tests.hostile.sanitized import ROOT
 
 BUILD = ROOT / "build" / "fuzz"
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = ROOT / "csrc" / "fuzz" / "corpus"
 INPUT_BYTES_MAX = 1024
 LIBFUZZER = (f"-max_len={INPUT_BYTES_MAX}", "-detect_leaks=0", "-print_final_stats=1", "-timeout=20")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("--executions", type=int, default=10_000_000)
+    parser.add_argument("--executions", type=int, default=200_000)
     parser.add_argument("--seconds", type=int, default=0, help="stop after this time; 0: no limit")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--minimise", action="store_true", help="renew the committed corpus")

@@ -1,0 +1,75 @@
+#include "fuzz/shared_worker.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1  // as g++ says it
+#endif
+#endif
+#ifdef __SANITIZE_ADDRESS__
+extern "C" size_t __sanitizer_get_current_allocated_bytes();  // g++ 12 has the runtime without its headers
+#endif
+
+namespace headgate::fuzz {
+
+SharedWorker::SharedWorker(DataPlane& plane, uint32_t owner, RingGeometry geometry) : plane_(plane) {
+  clear_window();
+  id_ = plane.add_worker(window_.fd(), kWindowBytes, staging_.fd(), kStagingBytes, 1, owner, 0);
+  for (uint32_t i = 0; i < kRings; ++i) {
+    rings_.push_back(std::make_unique<SharedRing>(geometry));
+    plane.add_ring(id_, rings_[i]->requests.fd(), rings_[i]->completions.fd(), geometry);
+  }
+}
+
+SharedWorker::~SharedWorker() { plane_.remove_worker(id_); }
+
+void SharedWorker::bind(const std::vector<uint32_t>& packs) {
+  std::vector<LaneWindow> windows;
+  for (uint32_t layer = 0; layer < kLayers; ++layer)
+    for (uint32_t lane = 0; lane < kLanes; ++lane) windows.push_back({lane_offset(layer, lane), kPlaces});
+  epoch_ = plane_.bind(id_, 0, packs, kLayers, kLanes, windows, kRecordBytes);
+}
+
+bool SharedWorker::window_is_clear() const {
+  return std::all_of(window_.data(), window_.data() + kWindowBytes, [](uint8_t byte) { return byte == kCanary; });
+}
+
+Record SharedWorker::at(uint32_t layer, uint32_t lane, uint32_t place) const {
+  Record r;
+  std::memcpy(&r, window_.data() + lane_offset(layer, lane) + uint64_t{place} * kRecordBytes, sizeof r);
+  return r;
+}
+
+void SharedWorker::check_window(uint32_t document, uint32_t records) const {
+  uint64_t end = 0;
+  auto gap_is_clean = [&](uint64_t until) {
+    for (; end < until; ++end) require(window_.data()[end] == kCanary, "a byte between the lanes was written");
+  };
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    for (uint32_t lane = 0; lane < kLanes; ++lane) {
+      gap_is_clean(lane_offset(layer, lane));
+      for (uint32_t place = 0; place < kPlaces; ++place) {
+        Record r = at(layer, lane, place);
+        uint32_t id = r.words[0] & 0xffff;
+        bool own = id < records && r == Record::of(document, layer, lane, id);
+        require(own || r == Record::canary(), "a place holds what is no record of its lane");
+      }
+      end = lane_offset(layer, lane) + kLaneBytes;
+    }
+  }
+  gap_is_clean(kWindowBytes);
+}
+
+uint64_t heap_bytes() {
+#ifdef __SANITIZE_ADDRESS__
+  return __sanitizer_get_current_allocated_bytes();
+#else
+  struct mallinfo2 info = mallinfo2();
+  return info.uordblks + info.hblkhd;
+#endif
+}
+
+}  // namespace headgate::fuzz

@@ -1,0 +1,30 @@
+"""A hint is a hint: however many wait already, none fails."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.neighbour import DAEMON_OPTIONS, LANES, Neighbour
+from kvstore_service.client import PackImportance
+from tests.daemon_process import Daemon
+from tests.isolation.conftest import HOT
+
+HINTS, PER_CALL = 1200, 100
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path, options=DAEMON_OPTIONS, faulty=True) as running:
+        yield running
+
+
+def test_more_hints_than_can_wait_are_accepted(daemon: Daemon, victim: Neighbour) -> None:
+    """The copy thread is kept from reading ahead, so that they stay queued."""
+    hint = PackImportance(victim.packs[0], np.full((1, LANES), HOT.tokens, np.uint32))
+    daemon.set_faults(stopped=True)
+    for _ in range(HINTS // PER_CALL):
+        victim.client.hint_importance(victim.session, [hint] * PER_CALL)
+    daemon.set_faults(stopped=False)
+    victim.fetch(victim.gather([5]))

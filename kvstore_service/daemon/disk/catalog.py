@@ -137,14 +137,14 @@ class Catalog:
     def pack(self, pack_id: bytes) -> PackRow | None:
         """What can be served under this id. DATA_LOSS for a damaged pack."""
         if pack_id in self.damaged:
-            raise StoreError("DATA_LOSS", f"pack {pack_id.hex()} is damaged; write it again")
+            raise StoreError("DATA_LOSS", f"pack {pack_id.hex()} is damaged; write it again", reason="PACK_DAMAGED")
         return self._select(pack_id)
 
     def any_pack(self, pack_id: bytes) -> PackRow:
         """The row, of a damaged pack too. NOT_FOUND."""
         row = self._select(pack_id)
         if row is None:
-            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored")
+            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored", reason="PACK_NOT_STORED")
         return row
 
     def _select(self, pack_id: bytes) -> PackRow | None:
@@ -204,15 +204,17 @@ class Catalog:
         name, build = row.ref.pack_id, row.ref.build
         with self._transaction() as db:
             if db.execute("SELECT count(*) FROM pins WHERE pack_id = ?", (name,)).fetchone()[0]:
-                raise StoreError("FAILED_PRECONDITION", f"pack {name.hex()} is pinned; unpin it first")
+                raise StoreError(
+                    "FAILED_PRECONDITION", f"pack {name.hex()} is pinned; unpin it first", reason="PACK_PINNED"
+                )
             children = db.execute("SELECT count(*) FROM packs WHERE parent = ?", (name,)).fetchone()[0]
             if children:
                 reason = f"pack {name.hex()} is continued by {children} packs; evict its descendants with it"
-                raise StoreError("FAILED_PRECONDITION", reason)
+                raise StoreError("FAILED_PRECONDITION", reason, reason="PACK_CONTINUED")
             found = db.execute("SELECT file, file_bytes FROM sidecars WHERE pack_id = ?", (name,)).fetchall()
             db.execute("DELETE FROM sidecars WHERE pack_id = ?", (name,))
             if not db.execute("DELETE FROM packs WHERE pack_id = ? AND build = ?", (name, build)).rowcount:
-                raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored")
+                raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored", reason="PACK_NOT_STORED")
         self.damaged.pop(name, None)
         remove_file(self.packs_dir / row.file)
         for file, _ in found:
@@ -227,7 +229,7 @@ class Catalog:
                     db.execute("DELETE FROM pins WHERE pack_id = ?", (name,))
                     continue
                 if not db.execute("SELECT count(*) FROM packs WHERE pack_id = ?", (name,)).fetchone()[0]:
-                    raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored")
+                    raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored", reason="PACK_NOT_STORED")
                 db.execute("INSERT OR IGNORE INTO pins VALUES (?)", (name,))
 
     def is_pinned(self, pack_id: bytes) -> bool:

@@ -80,7 +80,9 @@ class OpenPacks:
         with self._lock:
             pack = self._open.get(row.ref.build)
             if pack is not None and self._found_damaged(row, pack):
-                raise StoreError("DATA_LOSS", f"pack {row.ref.pack_id.hex()} is damaged; write it again")
+                raise StoreError(
+                    "DATA_LOSS", f"pack {row.ref.pack_id.hex()} is damaged; write it again", reason="PACK_DAMAGED"
+                )
 
     def _found_damaged(self, row: PackRow, pack: _OpenPack) -> bool:
         damaged = self._plane.pack_damaged(pack.handle)

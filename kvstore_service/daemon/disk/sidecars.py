@@ -65,7 +65,9 @@ def share(catalog: Catalog, key: SidecarKey) -> int:
     not what was written."""
     row = catalog.sidecar(key)
     if row is None:
-        raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
+        raise StoreError(
+            "NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}", reason="SIDECAR_NOT_STORED"
+        )
     try:
         file = os.open(catalog.sidecars_dir / row.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -108,7 +110,9 @@ def content_bytes(catalog: Catalog, key: SidecarKey) -> int:
     """NOT_FOUND."""
     row = catalog.sidecar(key)
     if row is None:
-        raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
+        raise StoreError(
+            "NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}", reason="SIDECAR_NOT_STORED"
+        )
     return row.file_bytes - file_bytes(0)
 
 

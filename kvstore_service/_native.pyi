@@ -2,7 +2,8 @@
 
 Errors are `NativeError`; its `code` is the name of a gRPC status code (DATA_LOSS, INVALID_ARGUMENT,
 FAILED_PRECONDITION, RESOURCE_EXHAUSTED, NOT_FOUND, UNAVAILABLE, INTERNAL), set where the error arises.
-Every call releases the GIL while it waits or works; all of them may be called from any thread.
+Every call releases the GIL while it waits or works; all of them may be called from any thread. A copy thread that
+does not answer within 5 s is UNAVAILABLE.
 """
 
 from collections.abc import Sequence
@@ -88,6 +89,16 @@ class ClockPolicy:
     def coldest(self) -> int:
         """For a read ahead: only a frame without use and weight, and nothing wears down."""
 
+class FairRounds:
+    """The fair rounds of a copy thread, by themselves: leaves under owners. `next` is 2**32 - 1 if none has work."""
+
+    def add(self, owner: int) -> int:
+        """A new leaf of an owner; it rests."""
+    def wake(self, leaf: int) -> None: ...
+    def rest(self, leaf: int) -> None: ...
+    def charge(self, leaf: int, bytes: int) -> None: ...
+    def next(self) -> int: ...
+
 class DataPlane:
     """Frames, packs, rings, windows and the copy threads of one daemon."""
 
@@ -126,7 +137,9 @@ class DataPlane:
 
         FAILED_PRECONDITION: another pack version, another extent_blocks, or a file system without O_DIRECT."""
     def close_pack(self, pack: int) -> None:
-        """Drops its frames and closes it. FAILED_PRECONDITION while a slot is bound to it."""
+        """Drops its frames and closes it. FAILED_PRECONDITION while a slot is bound to it.
+
+        Reads in flight keep its frames for up to 5 s of this call, and without it after that."""
     def pack_spec(self, pack: int) -> PackSpec: ...
     def read_map(self, pack: int) -> NDArray[np.uint16]:
         """Record -> token within the pack, uint16[layers, lanes, tokens]; verified (DATA_LOSS)."""
@@ -134,19 +147,37 @@ class DataPlane:
         """Reads every block from disk and returns the numbers of those whose CRC is wrong."""
     def pack_damaged(self, pack: int) -> bool:
         """Whether a gather or a read ahead has met a block that fails its check, or an early end of the file."""
-    def warm(self, pack: int, hot_records: NDArray[np.uint32]) -> None:
-        """Queues the reading of the first hot_records[layer, lane] records of each segment of kind 0 into free or
-        colder
-        frames, in the background, weighted against eviction; returns at once."""
+    def warm(self, pack: int, hot_records: NDArray[np.uint32], owner: int = 0) -> None:
+        """Hints that the first hot_records[layer, lane] records of each segment of kind 0 are likely to be wanted.
+
+        They are read in the background into free or colder frames, weighted against eviction; returns at once. A hint
+        never fails: an owner (uid; 0 is the daemon) with more than 4 MiB of them queued is not heard
+        (`hints_dropped`)."""
 
     # workers
-    def add_worker(self, window_fd: int, window_bytes: int, staging_fd: int, staging_bytes: int, slots: int) -> int:
-        """Maps a worker's memory (fds are duplicated). Returns the worker's id."""
+    def add_worker(
+        self,
+        window_fd: int,
+        window_bytes: int,
+        staging_fd: int,
+        staging_bytes: int,
+        slots: int,
+        owner: int,
+        wait_ms: int = 0,
+    ) -> int:
+        """Maps a worker's memory (fds are duplicated). Returns the worker's id.
+
+        `owner` (u32, its uid): copy threads and disk are shared fairly by bytes among owners, then among an owner's
+        workers. `wait_ms` (0: 2000) is how long the worker waits for a ticket: a run that has waited 3/4 of it ends in
+        ERROR/UNAVAILABLE (GATHER since its ticket was taken, RANGE and STORE since its ring last got on).
+        It is served by the copy thread with the fewest workers and rings."""
     def add_ring(self, worker: int, requests_fd: int, completions_fd: int, geometry: RingGeometry) -> int:
         """Formats both headers and serves the ring from one of the copy threads. Returns the ring's index in the
         worker."""
     def remove_worker(self, worker: int) -> None:
-        """Poisons its rings, waits until nothing can store into its memory, unmaps, unbinds, aborts its uploads."""
+        """Poisons its rings, unbinds, aborts its uploads. Nothing is stored into its memory any more when it returns.
+
+        The memory is unmapped, unless the disk holds a transfer for more than a second: then after that."""
     def own_upload(self, worker: int, upload: int) -> None:
         """Only this worker's STORE runs may fill the upload."""
     def bind(self, worker: int, slot: int, packs: Sequence[int], windows: NDArray[np.uint64], record_bytes: int) -> int:
@@ -168,10 +199,18 @@ class DataPlane:
         frames_pinned (by a run or a read under way),
         frame_bytes, evictions, promotes_dropped, packs_open, uploads_open, workers, rings, bound_slots, wakes,
         sleeps, store_bytes,
-        warm_bytes (read ahead by `warm`, part of nvme_read_bytes)."""
+        warm_bytes (read ahead by `warm`, part of nvme_read_bytes), hints_dropped (their owner had hinted too much),
+        runs_late (given up at their deadline), runs_starved (waits for a frame or for planning memory), portions
+        (plans made), worker_faults (exceptions that cost a worker its registration), calls_late (commands that a copy
+        thread did not begin within 5 s)."""
     def census(self) -> dict[str, int]:
         """Both sides of what must add up, counted in different places: runs = runs_ended + runs_in_flight,
         blocks_landed = blocks_valid + blocks_evicted (4 KiB blocks of frames), frames_used = frames_held."""
+    def histograms(self) -> dict[str, tuple[list[int], list[int], int]]:
+        """{name: (upper bounds in us, counts, sum in us)}; one count more than bounds, for what took longer.
+
+        ticket_gather, ticket_range, ticket_store: from the moment a ticket is taken to its last cell.
+        read_decode, read_bulk, read_ahead: single disk reads."""
     def drain_trace(self) -> NDArray[np.uint64]:
         """Copy times of tickets since the last call (a bounded ring of the latest 4096), uint64[n, 6]:
         (worker << 16 | ring, seq, step << 16 | layer, seen_ns, first_copy_ns or 0, done_ns), CLOCK_MONOTONIC."""

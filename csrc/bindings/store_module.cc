@@ -8,11 +8,13 @@
 
 #include <cstring>
 #include <map>
+#include <memory>
 #include <tuple>
 
 #include "store/crc32c.h"
 #include "store/data_plane.h"
 #include "store/eviction.h"
+#include "store/schedule.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -74,12 +76,12 @@ nb::object read_map(DataPlane& plane, uint32_t pack) {
 
 using HotRecords = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-void warm(DataPlane& plane, uint32_t pack, HotRecords hot) {
+void warm(DataPlane& plane, uint32_t pack, HotRecords hot, uint32_t owner) {
   nb::gil_scoped_release release;
   PackHeader h = plane.pack_header(pack);
   if (hot.shape(0) != h.layers || hot.shape(1) != h.kinds[0].lanes)
     throw invalid_argument("hot_records must be uint32[layers, lanes] of the pack");
-  plane.warm(pack, hot.data());
+  plane.warm(pack, hot.data(), owner);
 }
 
 using Windows = nb::ndarray<const uint64_t, nb::shape<-1, -1, 2>, nb::c_contig, nb::device::cpu>;
@@ -103,6 +105,17 @@ nb::dict figures_of(DataPlane& plane, Figures (DataPlane::*read)()) {
   }
   nb::dict out;
   for (const auto& [name, value] : figures) out[name.c_str()] = value;
+  return out;
+}
+
+nb::dict histograms(const DataPlane& plane) {
+  nb::dict out;
+  for (const auto& [name, histogram] : plane.histograms()) {
+    nb::list bounds, counts;
+    for (uint32_t b = 0; b < Histogram::kBounds; ++b) bounds.append(Histogram::bound_us(b));
+    for (uint32_t b = 0; b <= Histogram::kBounds; ++b) counts.append(histogram->count(b));
+    out[name.c_str()] = nb::make_tuple(bounds, counts, histogram->sum_us());
+  }
   return out;
 }
 
@@ -186,7 +199,41 @@ void bind_shapes(nb::module_& m) {
       .def_prop_ro("completions_bytes", [](const RingGeometry& g) { return RingLayout{g}.completions_bytes(); });
 }
 
+// Leaves of a tree of fair rounds by themselves, two levels deep.
+class FairRounds {
+ public:
+  uint32_t add(uint32_t owner) {
+    auto& node = owners_[owner];
+    if (!node) node = std::make_unique<FairNode>(&root_);
+    leaves_.push_back(std::make_unique<FairNode>(node.get()));
+    return uint32_t(leaves_.size() - 1);
+  }
+  FairNode& leaf(uint32_t index) { return *leaves_.at(index); }
+  uint32_t next() {
+    FairNode* next = root_.next();
+    for (uint32_t i = 0; i < leaves_.size(); ++i)
+      if (leaves_[i].get() == next) return i;
+    return UINT32_MAX;
+  }
+
+ private:
+  FairNode root_;
+  std::map<uint32_t, std::unique_ptr<FairNode>> owners_;
+  std::vector<std::unique_ptr<FairNode>> leaves_;
+};
+
 void bind_policy(nb::module_& m) {
+  nb::class_<FairRounds>(m, "FairRounds")
+      .def(nb::init<>())
+      .def("add", &FairRounds::add, "owner"_a)
+      .def(
+          "wake", [](FairRounds& r, uint32_t leaf) { r.leaf(leaf).wake(); }, "leaf"_a)
+      .def(
+          "rest", [](FairRounds& r, uint32_t leaf) { r.leaf(leaf).rest(); }, "leaf"_a)
+      .def(
+          "charge", [](FairRounds& r, uint32_t leaf, uint64_t bytes) { r.leaf(leaf).charge(bytes); }, "leaf"_a,
+          "bytes"_a)
+      .def("next", &FairRounds::next);
   nb::class_<ClockPolicy>(m, "ClockPolicy")
       .def(nb::init<uint32_t>(), "frames"_a)
       .def("admit", &ClockPolicy::admit, "frame"_a, "weight"_a)
@@ -216,9 +263,9 @@ void bind_data_plane(nb::module_& m) {
       .def("read_map", &read_map, "pack"_a)
       .def("verify_pack", &DataPlane::verify_pack, "pack"_a, NoGil())
       .def("pack_damaged", &DataPlane::pack_damaged, "pack"_a, NoGil())
-      .def("warm", &warm, "pack"_a, "hot_records"_a)
+      .def("warm", &warm, "pack"_a, "hot_records"_a, "owner"_a = 0)
       .def("add_worker", &DataPlane::add_worker, "window_fd"_a, "window_bytes"_a, "staging_fd"_a, "staging_bytes"_a,
-           "slots"_a, NoGil())
+           "slots"_a, "owner"_a, "wait_ms"_a = 0, NoGil())
       .def("add_ring", &DataPlane::add_ring, "worker"_a, "requests_fd"_a, "completions_fd"_a, "geometry"_a, NoGil())
       .def("remove_worker", &DataPlane::remove_worker, "worker"_a, NoGil())
       .def("own_upload", &DataPlane::own_upload, "worker"_a, "upload"_a, NoGil())
@@ -227,6 +274,7 @@ void bind_data_plane(nb::module_& m) {
       .def("unbind", &DataPlane::unbind, "worker"_a, "slot"_a, NoGil())
       .def("stats", [](DataPlane& plane) { return figures_of(plane, &DataPlane::stats); })
       .def("census", [](DataPlane& plane) { return figures_of(plane, &DataPlane::census); })
+      .def("histograms", &histograms)
       .def("drain_trace", &drain_trace)
       .def(
           "set_faults",

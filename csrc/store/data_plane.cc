@@ -2,11 +2,20 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
+#include <thread>
 
 namespace headgate {
 namespace {
 
-constexpr auto kDropNap = std::chrono::microseconds(200);
+constexpr auto kNap = std::chrono::microseconds(200);
+constexpr auto kDropDeadline = std::chrono::seconds(5);
+constexpr auto kLetGoDeadline = std::chrono::seconds(1);
+constexpr uint32_t kWaitMs = 2000;  // of a worker that does not say how long it waits
+constexpr uint64_t kNsPerMs = 1'000'000;
+// Bulk in flight, of all copy threads: about a millisecond of a slow device.
+constexpr uint64_t kBulkBytes = 1 << 20;
+constexpr uint64_t kBulkBytesMin = 256 << 10;
 constexpr uint32_t kSlotsMax = 1 << 16;
 constexpr uint32_t kThreadsMax = 64;
 constexpr uint32_t kDepthMax = 4096;
@@ -16,14 +25,23 @@ void unbound(const Binding& binding) {
   for (const auto& pack : binding.packs()) --pack->bound;
 }
 
+template <typename Condition>
+bool eventually(std::chrono::nanoseconds deadline, Condition condition) {
+  for (auto end = std::chrono::steady_clock::now() + deadline; !condition(); std::this_thread::sleep_for(kNap))
+    if (std::chrono::steady_clock::now() >= end) return condition();
+  return true;
+}
+
 }  // namespace
 
 DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent_blocks, counters_) {
   if (o.copy_threads < 1 || o.copy_threads > kThreadsMax) throw invalid_argument("copy_threads must be 1..64");
   if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
   for (uint32_t i = 0; i < o.copy_threads; ++i)
-    engines_.push_back(
-        std::make_unique<CopyEngine>(EngineOptions{o.io_depth, o.spin_us}, frames_, counters_, faults_, trace_));
+    engines_.push_back(std::make_unique<CopyEngine>(
+        EngineOptions{o.io_depth, o.spin_us, std::max(kBulkBytes / o.copy_threads, kBulkBytesMin)}, frames_, counters_,
+        faults_, trace_));
+  load_.resize(o.copy_threads);
 }
 
 DataPlane::~DataPlane() { close(); }
@@ -35,7 +53,7 @@ void DataPlane::close() {
   closed_ = true;
   workers_.clear();
   uploads_.clear();
-  for (auto& [id, pack] : packs_) frames_.drop(*pack);
+  for (auto& [id, pack] : packs_) drop_frames(std::move(pack));
   packs_.clear();
   rings_ = bound_slots_ = 0;
 }
@@ -76,28 +94,24 @@ uint32_t DataPlane::upload_missing(uint32_t upload) { return find_upload(upload)
 void DataPlane::finish_upload(uint32_t upload) {
   UploadEntry entry = find_upload(upload);
   entry.upload->finish();
-  if (entry.owner) engine_of(*entry.owner).call([&] { entry.owner->uploads.erase(upload); });
+  if (entry.owner) engine_of(*entry.owner).call([&](RingService&) { entry.owner->uploads.erase(upload); });
   std::lock_guard lock(mutex_);
   uploads_.erase(upload);
 }
 
 void DataPlane::abort_upload(uint32_t upload) {
   UploadEntry entry = find_upload(upload);
-  {
-    std::lock_guard lock(mutex_);
-    uploads_.erase(upload);
-  }
   abort(entry, upload);
+  std::lock_guard lock(mutex_);
+  uploads_.erase(upload);
 }
 
 void DataPlane::abort(const UploadEntry& entry, uint32_t upload) {
-  if (entry.owner) {
-    CopyEngine& engine = engine_of(*entry.owner);
-    engine.call([&] {
+  if (entry.owner)
+    engine_of(*entry.owner).call([&](RingService& service) {
       entry.owner->uploads.erase(upload);
-      engine.give_up_upload(*entry.owner, upload);
+      service.give_up_upload(*entry.owner, upload);
     });
-  }
   entry.upload->abort();
 }
 
@@ -124,8 +138,22 @@ void DataPlane::close_pack(uint32_t pack) {
     file = std::move(found->second);
     packs_.erase(found);
   }
-  for (auto& engine : engines_) engine->call([&] { engine->forget_pack(file.get()); });
-  while (!frames_.drop(*file)) std::this_thread::sleep_for(kDropNap);  // reads in flight keep their frames
+  try {
+    for (auto& engine : engines_) engine->call([&](RingService& service) { service.forget_pack(file.get()); });
+    if (eventually(kDropDeadline, [&] { return frames_.drop(*file); })) return;
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    drop_frames(std::move(file));
+    throw;
+  }
+  std::lock_guard lock(mutex_);
+  drop_frames(std::move(file));
+}
+
+// With the mutex held. A pack lives as long as a read in flight holds one of its frames.
+void DataPlane::drop_frames(std::shared_ptr<PackFile> pack) {
+  closing_packs_.push_back(std::move(pack));
+  std::erase_if(closing_packs_, [this](const auto& closing) { return frames_.drop(*closing); });
 }
 
 PackHeader DataPlane::pack_header(uint32_t pack) { return find_pack(pack)->header(); }
@@ -134,7 +162,7 @@ std::vector<uint32_t> DataPlane::verify_pack(uint32_t pack) { return find_pack(p
 
 bool DataPlane::pack_damaged(uint32_t pack) { return find_pack(pack)->damaged; }
 
-void DataPlane::warm(uint32_t pack, const uint32_t* hot_records) {
+void DataPlane::warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner) {
   AheadJob job{find_pack(pack), {}, 0};
   const PackHeader& h = job.pack->header();
   const KindHeader& kind = h.kinds[0];
@@ -151,25 +179,38 @@ void DataPlane::warm(uint32_t pack, const uint32_t* hot_records) {
       if (extent <= (first + (hot - 1) / per_block) / h.extent_blocks) job.extents.push_back(extent);
     }
   }
-  CopyEngine& engine = *engines_[pack % engines_.size()];
-  engine.call([&] {
-    if (!engine.read_ahead(std::move(job))) throw resource_exhausted("too many packs are being warmed");
-  });
+  engines_[pack % engines_.size()]->call([&](RingService& service) { service.read_ahead(owner, std::move(job)); });
 }
 
 // --- workers ---
 
+uint32_t DataPlane::least_loaded() {
+  std::lock_guard lock(mutex_);
+  uint32_t engine = uint32_t(std::min_element(load_.begin(), load_.end()) - load_.begin());
+  ++load_[engine];
+  return engine;
+}
+
 uint32_t DataPlane::add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes,
-                               uint32_t slots) {
+                               uint32_t slots, uint32_t owner, uint32_t wait_ms) {
   if (slots < 1 || slots > kSlotsMax) throw invalid_argument("slots must be 1..65536");
+  uint64_t run_ns_max = uint64_t{wait_ms == 0 ? kWaitMs : wait_ms} * kNsPerMs * 3 / 4;
   uint32_t id;
   {
     std::lock_guard lock(mutex_);
     id = next_id_++;
   }
-  auto worker = std::make_shared<Worker>(id, window_fd, window_bytes, staging_fd, staging_bytes, slots);
-  CopyEngine& engine = engine_of(*worker);
-  engine.call([&] { engine.add_worker(worker); });
+  const uint32_t engine = least_loaded();
+  std::shared_ptr<Worker> worker;
+  try {
+    worker = std::make_shared<Worker>(id, owner, engine, run_ns_max, window_fd, window_bytes, staging_fd, staging_bytes,
+                                      slots);
+    engines_[engine]->call([&](RingService& service) { service.add_worker(worker); });
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    --load_[engine];
+    throw;
+  }
   std::lock_guard lock(mutex_);
   workers_[id] = std::move(worker);
   return id;
@@ -177,35 +218,23 @@ uint32_t DataPlane::add_worker(int window_fd, uint64_t window_bytes, int staging
 
 uint32_t DataPlane::add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry) {
   auto w = find_worker(worker);
-  uint32_t index = 0;
-  engine_of(*w).call([&] {
+  const uint32_t index = w->rings_made++;
+  auto ring = std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, uint64_t{worker} << 16 | index);
+  engine_of(*w).call([&](RingService& service) {
     if (w->closed) throw failed_precondition("worker " + std::to_string(worker) + " is poisoned; register it anew");
-    index = uint32_t(w->rings.size());
-    uint64_t id = uint64_t{worker} << 16 | index;
-    w->rings.push_back(std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, id));
+    service.add_ring(*w, std::move(ring));
   });
   std::lock_guard lock(mutex_);
   ++rings_;
+  ++load_[w->engine];
   return index;
 }
 
 void DataPlane::remove_worker(uint32_t worker) {
-  std::shared_ptr<Worker> w;
-  std::vector<std::pair<uint32_t, UploadEntry>> uploads;
-  {
-    std::lock_guard lock(mutex_);
-    auto found = workers_.find(worker);
-    if (found == workers_.end()) throw not_found("worker " + std::to_string(worker) + " is not registered");
-    w = std::move(found->second);
-    workers_.erase(found);
-    for (auto& entry : uploads_)
-      if (entry.second.owner == w) uploads.push_back(entry);
-    for (auto& entry : uploads) uploads_.erase(entry.first);
-  }
-  CopyEngine& engine = engine_of(*w);
+  std::shared_ptr<Worker> w = find_worker(worker);
   uint32_t slots = 0;
-  engine.call([&] {
-    engine.remove_worker(*w);
+  engine_of(*w).call([&](RingService& service) {
+    service.remove_worker(*w);
     for (Slot& slot : w->slots) {
       if (!slot.binding) continue;
       unbound(*slot.binding);
@@ -214,10 +243,23 @@ void DataPlane::remove_worker(uint32_t worker) {
     }
     w->uploads.clear();
   });
-  for (auto& [id, entry] : uploads) entry.upload->abort();
-  std::lock_guard lock(mutex_);
-  rings_ -= uint32_t(w->rings.size());
-  bound_slots_ -= slots;
+  std::vector<UploadEntry> uploads;
+  {
+    std::lock_guard lock(mutex_);
+    bound_slots_ -= slots;
+    if (workers_.erase(worker) == 0) return;  // another call has removed it meanwhile
+    std::erase_if(uploads_, [&](const auto& entry) {
+      bool owned = entry.second.owner == w;
+      if (owned) uploads.push_back(entry.second);
+      return owned;
+    });
+    rings_ -= uint32_t(w->rings.size());
+    load_[w->engine] -= uint32_t(1 + w->rings.size());
+  }
+  for (UploadEntry& entry : uploads) entry.upload->abort();
+  uploads.clear();
+  // Its memory is unmapped here, not by the copy thread, which it would hold up; a hanging disk leaves it no choice.
+  eventually(kLetGoDeadline, [&] { return w.use_count() == 1; });
 }
 
 void DataPlane::own_upload(uint32_t worker, uint32_t upload) {
@@ -232,7 +274,10 @@ void DataPlane::own_upload(uint32_t worker, uint32_t upload) {
     found->second.owner = w;
     file = found->second.upload;
   }
-  engine_of(*w).call([&] { w->uploads[upload] = file; });
+  engine_of(*w).call([&](RingService&) {
+    if (w->closed) throw failed_precondition("worker " + std::to_string(worker) + " is poisoned; register it anew");
+    w->uploads[upload] = file;
+  });
 }
 
 // Counts the pack as bound before anyone could close it.
@@ -254,7 +299,7 @@ uint32_t DataPlane::bind(uint32_t worker, uint32_t slot, const std::vector<uint3
   try {
     for (uint32_t pack : packs) files.push_back(bound_pack(pack));
     Binding binding(files, layers, lanes, std::move(windows), record_bytes, w->window.bytes());
-    engine_of(*w).call([&] {
+    engine_of(*w).call([&](RingService&) {
       Slot& s = w->slots[slot];
       if (w->closed) throw failed_precondition("worker " + std::to_string(worker) + " is poisoned; register it anew");
       if (s.binding) throw failed_precondition("slot " + std::to_string(slot) + " is bound");
@@ -275,7 +320,7 @@ uint32_t DataPlane::extend(uint32_t worker, uint32_t slot, uint32_t pack) {
   auto file = bound_pack(pack);
   uint32_t records = 0;
   try {
-    engine_of(*w).call([&] {
+    engine_of(*w).call([&](RingService&) {
       if (slot >= w->slots.size() || !w->slots[slot].binding)
         throw failed_precondition("slot " + std::to_string(slot) + " is not bound");
       w->slots[slot].binding->append(file);
@@ -290,13 +335,13 @@ uint32_t DataPlane::extend(uint32_t worker, uint32_t slot, uint32_t pack) {
 
 void DataPlane::unbind(uint32_t worker, uint32_t slot) {
   auto w = find_worker(worker);
-  CopyEngine& engine = engine_of(*w);
-  engine.call([&] {
+  std::optional<Binding> old;  // ends here: packs may be closed with it
+  engine_of(*w).call([&](RingService& service) {
     if (slot >= w->slots.size() || !w->slots[slot].binding)
       throw failed_precondition("slot " + std::to_string(slot) + " is not bound");
-    engine.give_up_slot(*w, slot);
+    service.give_up_slot(*w, slot);
     unbound(*w->slots[slot].binding);
-    w->slots[slot].binding.reset();
+    old.swap(w->slots[slot].binding);
   });
   std::lock_guard lock(mutex_);
   --bound_slots_;
@@ -326,6 +371,12 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"store_bytes", c.store_bytes},
           {"warm_bytes", c.warm_bytes},
           {"promotes_dropped", c.promotes_dropped},
+          {"hints_dropped", c.hints_dropped},
+          {"runs_late", c.runs_late},
+          {"runs_starved", c.runs_starved},
+          {"portions", c.portions},
+          {"worker_faults", c.worker_faults},
+          {"calls_late", c.calls_late},
           {"frames", frames_.count()},
           {"frames_used", frames_.used()},
           {"frames_pinned", frames_.pinned()},
@@ -339,7 +390,7 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
 
 std::vector<std::pair<std::string, uint64_t>> DataPlane::census() {
   uint64_t in_flight = 0;
-  for (auto& engine : engines_) engine->call([&] { in_flight += engine->runs_in_flight(); });
+  for (auto& engine : engines_) engine->call([&](RingService& service) { in_flight += service.runs_in_flight(); });
   const Counters& c = counters_;
   Frames::Census f = frames_.census();
   return {{"runs", c.runs},
@@ -350,6 +401,12 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::census() {
           {"blocks_valid", f.blocks_valid},
           {"frames_held", f.frames_held},
           {"frames_used", f.frames_used}};
+}
+
+std::vector<std::pair<std::string, const Histogram*>> DataPlane::histograms() const {
+  const Histograms& h = counters_.times;
+  return {{"ticket_gather", &h.ticket_gather}, {"ticket_range", &h.ticket_range}, {"ticket_store", &h.ticket_store},
+          {"read_decode", &h.read_decode},     {"read_bulk", &h.read_bulk},       {"read_ahead", &h.read_ahead}};
 }
 
 void DataPlane::set_faults(const FaultOptions& o) {

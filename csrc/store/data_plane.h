@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -41,14 +42,19 @@ class DataPlane {
   void abort_upload(uint32_t upload);
 
   uint32_t open_pack(const std::string& path);
+  // Reads in flight keep its frames; after some seconds they do so on their own.
   void close_pack(uint32_t pack);
   PackHeader pack_header(uint32_t pack);
   std::vector<uint16_t> read_map(uint32_t pack);
   std::vector<uint32_t> verify_pack(uint32_t pack);
   bool pack_damaged(uint32_t pack);
-  void warm(uint32_t pack, const uint32_t* hot_records);  // [layers, lanes of kind 0]
+  // A hint: hot_records is [layers, lanes of kind 0]; an owner who hints too much is not heard, and counted.
+  void warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner);
 
-  uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots);
+  // Rounds are fair among owners (uids) first. Runs are given up after 3/4 of wait_ms (0: the default), the worker's
+  // wait.
+  uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots,
+                      uint32_t owner, uint32_t wait_ms);
   uint32_t add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry);
   void remove_worker(uint32_t worker);
   void own_upload(uint32_t worker, uint32_t upload);
@@ -60,6 +66,7 @@ class DataPlane {
   std::vector<std::pair<std::string, uint64_t>> stats();
   // Both sides of what must add up: Frames::Census, and runs begun, ended and under way.
   std::vector<std::pair<std::string, uint64_t>> census();
+  std::vector<std::pair<std::string, const Histogram*>> histograms() const;
   std::vector<TraceRow> drain_trace() { return trace_.drain(); }
   void set_faults(const FaultOptions& options);
 
@@ -73,7 +80,10 @@ class DataPlane {
   std::shared_ptr<Worker> find_worker(uint32_t worker);
   UploadEntry find_upload(uint32_t upload);
   std::shared_ptr<PackFile> bound_pack(uint32_t pack);
-  CopyEngine& engine_of(const Worker& worker) { return *engines_[worker.id % engines_.size()]; }
+  CopyEngine& engine_of(const Worker& worker) { return *engines_[worker.engine]; }
+  uint32_t least_loaded();
+  void let_go(std::shared_ptr<Worker> worker);
+  void drop_frames(std::shared_ptr<PackFile> pack);
   void abort(const UploadEntry& entry, uint32_t upload);
 
   Counters counters_;
@@ -89,6 +99,8 @@ class DataPlane {
   std::map<uint32_t, std::shared_ptr<PackFile>> packs_;
   std::map<uint32_t, UploadEntry> uploads_;
   std::map<uint32_t, std::shared_ptr<Worker>> workers_;
+  std::vector<std::shared_ptr<PackFile>> closing_packs_;  // closed, with frames that reads in flight still hold
+  std::vector<uint32_t> load_;                            // by engine: workers and rings
   uint32_t rings_ = 0, bound_slots_ = 0;
 };
 

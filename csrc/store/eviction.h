@@ -62,7 +62,7 @@ class ClockPolicy {
     uint8_t weight = 0;
   };
   static constexpr uint32_t kLookAhead = 256;
-  static constexpr uint64_t kStepsMax = 4096;
+  static constexpr uint64_t kStepsMax = 1024;
 
   uint32_t advance() {
     uint32_t frame = hand_;

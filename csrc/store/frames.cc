@@ -54,26 +54,23 @@ uint32_t Frames::used() const {
   return count_ - uint32_t(free_.size());
 }
 
-uint32_t Frames::pinned() const {
-  std::lock_guard lock(mutex_);
-  return pinned_;
-}
-
-size_t Frames::acquire(std::span<ExtentUse> uses) {
+size_t Frames::acquire(std::span<ExtentUse> uses, size_t cold_max) {
   std::lock_guard lock(mutex_);
   size_t pinned = 0;
   uint64_t hits = 0;
   for (ExtentUse& use : uses) {
     if (pinned + kLookAhead < uses.size()) prefetch(uses[pinned + kLookAhead]);
     use.frame = use.pack->frame_of_extent[use.extent];
+    bool room = pinned - hits < cold_max;
     if (use.frame == kNoFrame) {
-      use.frame = take_frame(false);
+      if (room) use.frame = take_frame(false);
       if (use.frame == kNoFrame) break;
       admit(use.frame, use, 0);
     }
+    look(use);
+    if (!use.ready && !room) break;
     pin(use.frame, 1);
     policy_.use(use.frame);
-    look(use);
     hits += use.ready;
     ++pinned;
   }
@@ -96,7 +93,7 @@ Frames::Ahead Frames::acquire_ahead(ExtentUse& use, uint8_t weight) {
     admit(use.frame, use, weight);
   }
   policy_.weigh(use.frame, weight);
-  look(use);
+  claim(use);
   if (use.to_read == 0) return Ahead::kResident;
   pin(use.frame, pieces(use.to_read));
   return Ahead::kRead;
@@ -108,13 +105,18 @@ void Frames::refresh(std::span<ExtentUse> uses) {
     if (!use.ready) look(use);
 }
 
-void Frames::look(ExtentUse& use) {
+void Frames::look(ExtentUse& use) const { use.ready = (use.wanted & ~meta_[use.frame].valid) == 0; }
+
+void Frames::claim(std::span<ExtentUse> uses) {
+  std::lock_guard lock(mutex_);
+  for (ExtentUse& use : uses) claim(use);
+}
+
+void Frames::claim(ExtentUse& use) {
   Meta& m = meta_[use.frame];
-  uint16_t missing = use.wanted & ~m.valid;
-  uint16_t unread = missing & ~m.loading;
-  use.ready = missing == 0;
-  use.to_read = unread;
-  if (std::popcount(unread) > kBlocksReadSingly)
+  look(use);
+  use.to_read = use.wanted & ~(m.valid | m.loading);
+  if (std::popcount(use.to_read) > kBlocksReadSingly)
     use.to_read = use.pack->extent_mask(use.extent) & ~(m.valid | m.loading);
   m.loading |= use.to_read;
 }
@@ -122,6 +124,7 @@ void Frames::look(ExtentUse& use) {
 void Frames::release(std::span<const ExtentUse> uses) {
   std::lock_guard lock(mutex_);
   for (const ExtentUse& use : uses) unpin(use.frame, 1);
+  releases_.fetch_add(1, std::memory_order_release);
 }
 
 void Frames::landed(std::span<const Landing> landings) {
@@ -132,6 +135,8 @@ void Frames::landed(std::span<const Landing> landings) {
     meta_[l.frame].valid |= l.good;
     unpin(l.frame, l.ahead);
   }
+  releases_.fetch_add(1, std::memory_order_release);  // a read ahead holds its frame no longer
+  landings_.fetch_add(1, std::memory_order_release);
 }
 
 bool Frames::drop(PackFile& pack) {
@@ -165,7 +170,7 @@ uint32_t Frames::take_frame(bool ahead) {
     free_.pop_back();
     return frame;
   }
-  if (pinned_ == count_) return kNoFrame;  // a sweep could only find that out again, and starved runs ask often
+  if (pinned() == count_) return kNoFrame;  // a sweep could only find that out again, and starved runs ask often
   auto unpinned = [this](uint32_t frame) { return meta_[frame].pins == 0; };
   auto victim = ahead ? policy_.coldest(unpinned) : policy_.victim(unpinned);
   if (!victim) return kNoFrame;
@@ -175,13 +180,13 @@ uint32_t Frames::take_frame(bool ahead) {
 }
 
 void Frames::pin(uint32_t frame, uint32_t count) {
-  pinned_ += count > 0 && meta_[frame].pins == 0;
+  if (count > 0 && meta_[frame].pins == 0) pinned_.fetch_add(1, std::memory_order_relaxed);
   meta_[frame].pins += count;
 }
 
 void Frames::unpin(uint32_t frame, uint32_t count) {
   meta_[frame].pins -= count;
-  pinned_ -= count > 0 && meta_[frame].pins == 0;
+  if (count > 0 && meta_[frame].pins == 0) pinned_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void Frames::admit(uint32_t frame, const ExtentUse& use, uint8_t weight) {

@@ -1,6 +1,7 @@
 // The DRAM tier: one region of huge pages cut into frames of one extent each.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <span>
@@ -20,9 +21,8 @@ struct ExtentUse {
   uint32_t first;  // the records that lie in it, within the run's portion
   uint32_t count;
   uint16_t wanted;   // blocks
-  uint16_t to_read;  // blocks that the caller must read now: nobody else does
+  uint16_t to_read;  // blocks that the caller must read now: claimed for it, nobody else does
   bool ready;        // every wanted block is valid
-  bool copied;
 };
 
 // The end of one read into a frame.
@@ -34,7 +34,8 @@ struct Landing {
 };
 
 // Thread-safe. The mutex is held for a batch of extents, never across I/O or copies. A pinned frame keeps its extent;
-// blocks that are valid do not change, blocks that are loading belong to whoever reads them.
+// blocks that are valid do not change, blocks that are loading belong to whoever reads them. Blocks are claimed as
+// loading only when their read is submitted, so that nobody waits for a read that itself waits in a queue.
 class Frames {
  public:
   // Never more than `dram_bytes` of memory. INVALID_ARGUMENT if not even one frame fits.
@@ -45,17 +46,23 @@ class Frames {
 
   uint32_t count() const { return count_; }
   uint32_t used() const;
-  uint32_t pinned() const;
+  uint32_t pinned() const { return pinned_.load(std::memory_order_relaxed); }
+  // Move on when frames may have become free and when reads have ended: what waits for either looks again then.
+  uint64_t releases() const { return releases_.load(std::memory_order_acquire); }
+  uint64_t landings() const { return landings_.load(std::memory_order_acquire); }
   uint32_t extent_blocks() const { return extent_blocks_; }
   uint32_t frame_bytes() const { return extent_blocks_ * kBlockBytes; }
   uint8_t* address(uint32_t frame) const { return memory_ + uint64_t{frame} * frame_bytes(); }
 
-  // Pins the longest prefix of `uses` for which there are frames; returns its length.
-  size_t acquire(std::span<ExtentUse> uses);
+  // Pins the longest prefix of `uses` for which there are frames and in which at most `cold_max` are not ready; returns
+  // its length.
+  size_t acquire(std::span<ExtentUse> uses, size_t cold_max);
+  // Claims what pinned uses still miss and nobody reads: to_read.
+  void claim(std::span<ExtentUse> uses);
   // The same for one extent read ahead, into a free or cold frame; it is pinned once for each piece to read.
   enum class Ahead { kRead, kResident, kFull };
   Ahead acquire_ahead(ExtentUse& use, uint8_t weight);
-  // Looks again at pinned uses: another thread's read may have landed or failed.
+  // Looks again at pinned uses: a read of this thread or another may have landed or failed.
   void refresh(std::span<ExtentUse> uses);
   void release(std::span<const ExtentUse> uses);
   void landed(std::span<const Landing> landings);
@@ -82,7 +89,8 @@ class Frames {
   uint32_t take_frame(bool ahead);
   void admit(uint32_t frame, const ExtentUse& use, uint8_t weight);
   void evict(uint32_t frame);
-  void look(ExtentUse& use);
+  void look(ExtentUse& use) const;
+  void claim(ExtentUse& use);
   void pin(uint32_t frame, uint32_t count);
   void unpin(uint32_t frame, uint32_t count);
   void prefetch(const ExtentUse& use) const;
@@ -97,7 +105,8 @@ class Frames {
   mutable std::mutex mutex_;
   std::vector<Meta> meta_;
   std::vector<uint32_t> free_;
-  uint32_t pinned_ = 0;  // frames with a pin
+  std::atomic<uint32_t> pinned_{0};  // frames with a pin; written under the mutex
+  std::atomic<uint64_t> releases_{0}, landings_{0};
   uint64_t blocks_landed_ = 0, blocks_evicted_ = 0;
   ClockPolicy policy_;
 };

@@ -9,85 +9,147 @@
 namespace headgate {
 namespace {
 
-// A portion bounds what one run pins and how long it keeps the thread: about a millisecond of copying.
-constexpr uint32_t kPortionExtents = 512;
-constexpr uint32_t kPortionRecords = 16384;
+// One step copies about this much: some 10 us from DRAM, which is how long a neighbour's ticket waits at most.
+constexpr uint32_t kStepBytes = 128 << 10;
+constexpr uint32_t kStepRecordsMin = 16;
+
+// A portion that has to be read bounds what one run pins and plans; many reads at once keep the disk busy.
+constexpr uint32_t kPortionExtents = 256;
+constexpr uint32_t kPortionRecords = 8192;
+constexpr uint64_t kPlanBytesMax = 8 << 20;  // all kept portions of this thread
+constexpr uint64_t kPortionBytesMax =
+    kPortionExtents * sizeof(ExtentUse) + kPortionRecords * (sizeof(uint16_t) + sizeof(uint32_t));
+constexpr uint32_t kFramesWorthPlanning = 8;
 
 // A smaller run is still in a cache when attention reads it.
 constexpr uint64_t kCachedBytes = 1 << 20;
 
-bool all_copied(const RunTask& t) {
-  return std::all_of(t.uses.begin(), t.uses.end(), [](const ExtentUse& use) { return use.copied; });
+// Planning costs about as much as copying this much per record.
+constexpr uint64_t kPlanCost = 64;
+
+uint32_t step_records(uint32_t record_bytes) { return std::max(kStepRecordsMin, kStepBytes / record_bytes); }
+
+uint64_t bytes_of(const Portion& p) {
+  return sizeof(Portion) + p.uses.size() * sizeof(ExtentUse) + p.places.size() * (sizeof(uint16_t) + sizeof(uint32_t));
 }
 
 }  // namespace
 
-Fault GatherPath::validate(const Run& run, Op op, uint16_t layer, const Binding& binding, const TakenTicket& ticket) {
+GatherPath::GatherPath(Frames& frames, IoEngine& io, Counters& counters)
+    : frames_(frames), io_(io), counters_(counters) {
+  plan_.uses.reserve(kPortionExtents);
+  plan_.offsets.reserve(kPortionRecords);
+  plan_.places.reserve(kPortionRecords);
+  pairs_.resize(kPortionRecords);
+  from_.resize(kStepBytes / kRecordAlign);
+  to_.resize(kStepBytes / kRecordAlign);
+}
+
+Fault GatherPath::validate(const Run& run, Op op, uint16_t layer, const Binding& binding,
+                           const RingGeometry& geometry) {
   if (run.kind != 0 || !binding.has_lane(layer, run.lane)) return Fault::kInvalidArgument;
-  uint64_t places = binding.window(layer, run.lane).places;
-  if (op == Op::kRange) {
-    bool inside = uint64_t{run.first_pair} + run.pair_count <= binding.records() && run.arg <= places &&
-                  run.pair_count <= places - run.arg && run.arg <= UINT32_MAX - run.pair_count;
-    return inside ? Fault::kNone : Fault::kInvalidArgument;
-  }
   uint64_t end = uint64_t{run.first_pair} + run.pair_count;
-  if (end > ticket.pairs.size()) return Fault::kInvalidArgument;
-  uint32_t record_max = 0, place_max = 0;
-  for (uint64_t i = run.first_pair; i < end; ++i) {
-    record_max = std::max(record_max, ticket.pairs[i].record);
-    place_max = std::max(place_max, ticket.pairs[i].place);
-  }
-  bool inside = run.pair_count == 0 || (record_max < binding.records() && place_max < places);
+  if (op != Op::kRange) return end <= geometry.pairs_max ? Fault::kNone : Fault::kInvalidArgument;
+  uint64_t places = binding.window(layer, run.lane).places;
+  bool inside = end <= binding.records() && run.arg <= places && run.pair_count <= places - run.arg &&
+                run.arg <= UINT32_MAX - run.pair_count;
   return inside ? Fault::kNone : Fault::kInvalidArgument;
 }
 
-bool GatherPath::step(RunTask& t) {
-  if (t.uses.empty() && !begin_portion(t)) return t.cursor == t.total;
-  if (t.io_in_flight > 0) return false;
-  if (t.fault == Fault::kNone && !all_copied(t)) {
-    frames_.refresh(t.uses);
-    for (const ExtentUse& use : t.uses)
-      if (!use.ready) t.io_in_flight += read(use, &t);
-    copy_ready(t);
-    if (!all_copied(t)) return false;  // read by another run, or failed there and now read by this one
+Fault GatherPath::validate(std::span<const Pair> pairs, const Run& run, uint16_t layer, const Binding& binding) {
+  uint32_t record_max = 0, place_max = 0;
+  for (const Pair& pair : pairs) {
+    record_max = std::max(record_max, pair.record);
+    place_max = std::max(place_max, pair.place);
   }
+  bool inside = pairs.empty() || (record_max < binding.records() && place_max < binding.window(layer, run.lane).places);
+  return inside ? Fault::kNone : Fault::kInvalidArgument;
+}
+
+Need GatherPath::step(RunTask& t, bool may_read, uint64_t& cost) {
+  if (t.fault != Fault::kNone || t.cursor == t.total) return release(t), Need::kNothing;
+  if (!t.portion) return t.cold ? begin_cold(t, may_read, cost) : begin_hot(t, cost);
+  Portion& p = *t.portion;
+  if (p.next_use == 0 && p.copied == 0) {
+    frames_.refresh(p.uses);
+    cost += p.uses.size() * kPlanCost;
+    if (!std::all_of(p.uses.begin(), p.uses.end(), [](const ExtentUse& use) { return use.ready; })) {
+      bool tried = all_claimed(t) && p.next_read > 0;
+      p.next_read = 0;
+      return tried ? Need::kOther : Need::kTransfer;
+    }
+  }
+  copy_some(t, p, cost);
+  if (p.next_use < p.uses.size()) return Need::kTurn;
+  t.cursor += uint32_t(p.places.size());
   release(t);
-  t.cursor = t.portion_end;
-  return t.fault != Fault::kNone || t.cursor == t.total;
+  return t.cursor == t.total ? Need::kNothing : Need::kTurn;
 }
 
-bool GatherPath::drain(RunTask& t) {
-  if (t.io_in_flight > 0) return false;
-  release(t);
-  return true;
+// Serves from frames what one step can copy: nothing is kept beyond it.
+Need GatherPath::begin_hot(RunTask& t, uint64_t& cost) {
+  uint32_t records = step_records(t.binding().record_bytes());
+  if (!plan(t, std::min(t.total - t.cursor, records), kPortionExtents)) return Need::kNothing;
+  cost += plan_.places.size() * kPlanCost;
+  size_t pinned = frames_.acquire(plan_.uses, 0);
+  if (pinned < plan_.uses.size()) {
+    t.cold = true;
+    uint32_t served = plan_.uses[pinned].first;
+    plan_.uses.resize(pinned);
+    plan_.places.resize(served);
+  }
+  if (pinned == 0) return Need::kTurn;
+  copy_some(t, plan_, cost);
+  frames_.release(plan_.uses);
+  t.cursor += uint32_t(plan_.places.size());
+  return t.cursor == t.total ? Need::kNothing : Need::kTurn;
 }
 
-// Plans and pins the next portion; false if there is nothing left or no frame is free.
-bool GatherPath::begin_portion(RunTask& t) {
-  if (t.cursor == t.total) return false;
-  plan_portion(t);
-  size_t pinned = frames_.acquire(t.uses);
-  if (pinned < t.uses.size()) t.portion_end = t.cursor + t.uses[pinned].first;
-  t.uses.resize(pinned);
-  if (pinned == 0) return false;
-  for (const ExtentUse& use : t.uses) t.io_in_flight += read(use, &t);
-  copy_ready(t);
-  return true;
+// Pins what a portion needs, as far as its owner's share of the free frames goes, and keeps the plan until it is read.
+Need GatherPath::begin_cold(RunTask& t, bool may_read, uint64_t& cost) {
+  uint32_t room = may_read ? cold_max(t) : 0;
+  if (room == 0) return Need::kFrames;
+  if (!plan(t, std::min(t.total - t.cursor, kPortionRecords), kPortionExtents)) return Need::kNothing;
+  cost += plan_.places.size() * kPlanCost;
+  size_t pinned = frames_.acquire(plan_.uses, room);
+  if (pinned < plan_.uses.size()) {
+    uint32_t served = plan_.uses[pinned].first;
+    plan_.uses.resize(pinned);
+    plan_.places.resize(served);
+    plan_.offsets.resize(served);
+  }
+  if (pinned == 0) return Need::kFrames;
+  t.cold = std::any_of(plan_.uses.begin(), plan_.uses.end(), [](const ExtentUse& use) { return !use.ready; });
+  keep(t);
+  return t.cold ? Need::kTransfer : Need::kTurn;
 }
 
-void GatherPath::plan_portion(RunTask& t) {
+// Copies the records' descriptors out of shared memory, checks them and finds their extents and places. False: a pair
+// is wrong. Records of earlier portions may have reached their places by then, all within the worker's own lane, where
+// nothing is read before the run's cell says OK.
+bool GatherPath::plan(RunTask& t, uint32_t records, size_t extents) {
+  add(counters_.portions);
   const Binding& binding = t.binding();
   const uint32_t record_bytes = binding.record_bytes();
   const uint32_t per_block_count = records_per_block(record_bytes);
   const Divider per_block(per_block_count), per_extent(frames_.extent_blocks());
-  const uint32_t end = t.cursor + std::min(t.total - t.cursor, kPortionRecords);
-  t.offsets.resize(end - t.cursor);
+  const bool paired = t.op == Op::kGather;
+  if (paired) {
+    std::span<Pair> pairs(pairs_.data(), records);
+    t.ring->consumer->copy_pairs(*t.ticket, t.run.first_pair + t.cursor, pairs);
+    t.fault = validate(pairs, t.run, t.layer, binding);
+    if (t.fault != Fault::kNone) return false;
+  }
+  plan_.uses.clear();
+  plan_.offsets.resize(records);
+  plan_.places.resize(records);
+  plan_.next_read = plan_.next_use = plan_.copied = 0;
   RecordOrigin origin{0, 0, 0};
   PackFile* pack = nullptr;
   uint32_t segment_block = 0;
-  uint32_t i = t.cursor;
-  for (; i < end; ++i) {
-    uint32_t record = t.pair(i).record;
+  uint32_t i = 0;
+  for (; i < records; ++i) {
+    uint32_t record = paired ? pairs_[i].record : t.run.first_pair + t.cursor + i;
     if (record < origin.first || record >= origin.end) {
       origin = binding.origin(record);
       pack = &binding.pack(origin.pack);
@@ -98,16 +160,73 @@ void GatherPath::plan_portion(RunTask& t) {
     uint32_t block = segment_block + block_in_segment;
     uint32_t extent = per_extent(block);
     uint32_t block_in_extent = block - extent * frames_.extent_blocks();
-    if (t.uses.empty() || t.uses.back().extent != extent || t.uses.back().pack != pack) {
-      if (t.uses.size() == kPortionExtents) break;
-      t.uses.push_back({pack, extent, kNoFrame, i - t.cursor, 0, 0, 0, false, false});
+    if (plan_.uses.empty() || plan_.uses.back().extent != extent || plan_.uses.back().pack != pack) {
+      if (plan_.uses.size() == extents) break;
+      plan_.uses.push_back({pack, extent, kNoFrame, i, 0, 0, 0, false});
     }
-    t.uses.back().wanted |= uint16_t(1u << block_in_extent);
-    ++t.uses.back().count;
+    plan_.uses.back().wanted |= uint16_t(1u << block_in_extent);
+    ++plan_.uses.back().count;
     uint32_t offset = (index - block_in_segment * per_block_count) * record_bytes;
-    t.offsets[i - t.cursor] = uint16_t(block_in_extent * kBlockBytes + offset);
+    plan_.offsets[i] = uint16_t(block_in_extent * kBlockBytes + offset);
+    plan_.places[i] = paired ? pairs_[i].place : uint32_t(t.run.arg) + t.cursor + i;
   }
-  t.portion_end = i;
+  plan_.offsets.resize(i);
+  plan_.places.resize(i);
+  return true;
+}
+
+// The plan in memory of its own, exactly as large as it is.
+void GatherPath::keep(RunTask& t) {
+  try {
+    t.portion = std::make_unique<Portion>(plan_);
+  } catch (...) {
+    frames_.release(plan_.uses);
+    throw;
+  }
+  uint64_t bytes = bytes_of(*t.portion);
+  plan_bytes_ += bytes;
+  Owner& owner = t.worker->turns->owner;
+  owner.plan_bytes += bytes;
+  owner.pinned[t.bulk()] += uint32_t(t.portion->uses.size());
+}
+
+void GatherPath::release(RunTask& t) {
+  if (!t.portion) return;
+  frames_.release(t.portion->uses);
+  uint64_t bytes = bytes_of(*t.portion);
+  plan_bytes_ -= bytes;
+  Owner& owner = t.worker->turns->owner;
+  owner.plan_bytes -= bytes;
+  owner.pinned[t.bulk()] -= uint32_t(t.portion->uses.size());
+  t.portion.reset();
+}
+
+// How many frames the run may wait for; 0: not now. Its owner holds no more than is left free, and bulk half of that,
+// so that whoever comes next finds some; one that holds nothing gets what there is. The same goes for planning memory.
+uint32_t GatherPath::cold_max(const RunTask& t) const {
+  const Owner& owner = t.worker->turns->owner;
+  uint32_t free = frames_.count() - std::min(frames_.count(), frames_.pinned());
+  uint32_t portion = std::min(kPortionExtents, std::max(1u, frames_.count() / 4));
+  uint32_t held = owner.pinned[t.bulk()];
+  uint32_t share = t.bulk() ? free / 2 : free;
+  if (held == 0) return std::min({std::max(share, 1u), free, portion});
+  uint64_t memory_left = kPlanBytesMax - std::min(kPlanBytesMax, plan_bytes_);
+  bool worth_planning = share >= held + std::min(kFramesWorthPlanning, portion);
+  if (!worth_planning || owner.plan_bytes + kPortionBytesMax > memory_left) return 0;
+  return std::min(share - held, portion);
+}
+
+uint64_t GatherPath::read(RunTask& t, size_t count) {
+  Portion& p = *t.portion;
+  std::span<ExtentUse> uses(p.uses.data() + p.next_read, std::min(count, p.uses.size() - p.next_read));
+  frames_.claim(uses);
+  uint64_t bytes = 0;
+  for (const ExtentUse& use : uses) {
+    t.io_in_flight += read(use, &t);
+    bytes += uint64_t(std::popcount(use.to_read)) * kBlockBytes;
+  }
+  p.next_read += uses.size();
+  return bytes;
 }
 
 uint32_t GatherPath::read(const ExtentUse& use, RunTask* run) {
@@ -123,11 +242,12 @@ uint32_t GatherPath::read(const ExtentUse& use, RunTask* run) {
     io.bytes = count * kBlockBytes;
     io.offset = (uint64_t{use.extent} * frames_.extent_blocks() + first + 1) * kBlockBytes;
     io.run = run;
+    io.bulk = run && run->bulk();
     io.pack = use.pack;
     io.frame = use.frame;
     io.extent = use.extent;
     io.first_block = first;
-    io_.collect(io, run == nullptr);
+    io_.collect(io);
   }
   return reads;
 }
@@ -145,13 +265,16 @@ void GatherPath::landed(const Io& io, int error) {
     add(counters_.nvme_read_ops);
     add(counters_.crc_errors, uint64_t(std::popcount(uint32_t(all & ~good))));
   }
-  if (good != all && (error == 0 || error == ENODATA)) io.pack->damaged.store(true, std::memory_order_relaxed);
+  Histograms& times = counters_.times;
+  (io.run ? io.bulk ? times.read_bulk : times.read_decode : times.read_ahead).record_ns(now_ns() - io.submitted_ns);
   landings_.push_back({io.frame, good, uint16_t(all & ~good), io.run == nullptr});
-  if (!io.run) return;
-  --io.run->io_in_flight;
+  if (io.run) --io.run->io_in_flight;
+  if (good == all) return;
+  if (error == 0 || error == ENODATA) io.pack->damaged.store(true, std::memory_order_relaxed);
+  if (!io.run || !io.run->portion) return;
   // Only a block that this run wants may fail it; the rest of the extent was read along.
   bool wanted = false;
-  for (const ExtentUse& use : io.run->uses) wanted |= use.frame == io.frame && (use.wanted & all & ~good) != 0;
+  for (const ExtentUse& use : io.run->portion->uses) wanted |= use.frame == io.frame && (use.wanted & all & ~good) != 0;
   if (wanted) io.run->fault = error == 0 || error == ENODATA ? Fault::kDataLoss : Fault::kUnavailable;
 }
 
@@ -161,33 +284,29 @@ void GatherPath::flush_landings() {
   landings_.clear();
 }
 
-// Copies the records of every extent that became ready.
-void GatherPath::copy_ready(RunTask& t) {
+// Copies what one step may, from where the last one stopped; every extent of the portion is ready.
+void GatherPath::copy_some(RunTask& t, Portion& p, uint64_t& cost) {
   const Binding& binding = t.binding();
   const uint32_t bytes = binding.record_bytes();
+  const uint32_t limit = step_records(bytes);
   uint8_t* lane = t.worker->window.base() + binding.window(t.layer, t.run.lane).offset;
-  from_.resize(kPortionRecords);
-  to_.resize(kPortionRecords);
-  size_t count = 0;
-  for (ExtentUse& use : t.uses) {
-    if (!use.ready || use.copied) continue;
+  uint32_t count = 0;
+  while (count < limit && p.next_use < p.uses.size()) {
+    const ExtentUse& use = p.uses[p.next_use];
     const uint8_t* frame = frames_.address(use.frame);
-    for (uint32_t r = use.first; r < use.first + use.count; ++r, ++count) {
-      from_[count] = frame + t.offsets[r];
-      to_[count] = lane + uint64_t{t.pair(t.cursor + r).place} * bytes;
+    uint32_t end = std::min(use.count, p.copied + (limit - count));
+    for (; p.copied < end; ++p.copied, ++count) {
+      uint32_t record = use.first + p.copied;
+      from_[count] = frame + p.offsets[record];
+      to_[count] = lane + uint64_t{p.places[record]} * bytes;
     }
-    use.copied = true;
+    if (p.copied == use.count) ++p.next_use, p.copied = 0;
   }
-  if (count == 0) return;
   if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = now_ns();
   copy_records(from_.data(), to_.data(), count, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
   add(counters_.records_copied, count);
   add(counters_.bytes_copied, count * uint64_t{bytes});
-}
-
-void GatherPath::release(RunTask& t) {
-  if (!t.uses.empty()) frames_.release(t.uses);
-  t.uses.clear();
+  cost += count * uint64_t{bytes};
 }
 
 }  // namespace headgate

@@ -1,10 +1,10 @@
 #include "store/io_engine.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
 
+#include "core/futex.h"
 #include "core/pack.h"
 #include "store/direct_io.h"
 #include "store/error.h"
@@ -26,7 +26,7 @@ void IoEngine::register_memory(std::span<uint8_t> region) {
   if (io_uring_register_buffers(&ring_, &pages, 1) == 0) registered_ = region;
 }
 
-void IoEngine::collect(const Io& request, bool background) {
+void IoEngine::collect(const Io& request) {
   Io* io;
   if (free_.empty()) {
     io = &pool_.emplace_back();
@@ -36,16 +36,13 @@ void IoEngine::collect(const Io& request, bool background) {
   }
   *io = request;
   io->done = io->retries = 0;
-  (background ? background_ : queue_).push_back(io);
+  io->submitted_ns = now_ns();
+  queue_.push_back(io);
 }
 
 void IoEngine::submit() {
   unsigned before = in_flight_;
-  auto move_up_to = [this](std::deque<Io*>& from, unsigned limit) {
-    for (; !from.empty() && in_flight_ < limit; from.pop_front(), ++in_flight_) prepare(*from.front());
-  };
-  move_up_to(queue_, depth_);
-  if (queue_.empty()) move_up_to(background_, std::max(1u, depth_ / 4));
+  for (; !queue_.empty() && in_flight_ < depth_; queue_.pop_front(), ++in_flight_) prepare(*queue_.front());
   // What a failed submit leaves in the submission queue goes with the next one.
   if (in_flight_ > before || io_uring_sq_ready(&ring_) > 0) disk::submit(Site::kSubmit, &ring_);
 }

@@ -26,12 +26,14 @@ struct Io {
 
   // Whom it is for; the engine does not look at these.
   RunTask* run;  // null: a read ahead
+  bool bulk;     // of a RANGE or a STORE
   PackFile* pack;
   uint32_t frame;
   uint32_t extent;
   uint32_t first_block;   // within the extent
   uint32_t write_buffer;  // index
 
+  uint64_t submitted_ns;
   uint32_t done;  // bytes
   uint32_t retries;
   [[no_unique_address]] shim::Injected injected;
@@ -50,20 +52,26 @@ class IoEngine {
   // pages make it no faster afterwards.
   void register_memory(std::span<uint8_t> region);
 
-  // Queues a request; a background one is submitted only when no other waits and few are in flight.
-  void collect(const Io& request, bool background);
+  // Queues a request for the next submit; whoever decides what comes next queues about as much as there is room.
+  void collect(const Io& request);
+  unsigned room() const {
+    size_t taken = in_flight_ + queue_.size();
+    return taken < depth_ ? depth_ - unsigned(taken) : 0;
+  }
+  unsigned depth() const { return depth_; }
   void submit();
   // Waits until something ends, at most `ns`. Only while busy.
   void wait(uint64_t ns);
-  bool busy() const { return in_flight_ > 0 || !queue_.empty() || !background_.empty(); }
+  bool busy() const { return in_flight_ > 0 || !queue_.empty(); }
 
-  // Calls ended(io, error) for each finished request; error is 0 or an errno (ENODATA: the file is too short).
+  // Calls ended(io, error) for each finished request, at most `limit`; error is 0 or an errno (ENODATA: the file is too
+  // short).
   // Requests cut short, and those that the kernel asks to repeat, go back into the queue instead.
   template <typename Ended>
-  size_t reap(Ended ended) {
+  size_t reap(size_t limit, Ended ended) {
     io_uring_cqe* cqe;
     size_t count = 0;
-    while (in_flight_ > 0 && io_uring_peek_cqe(&ring_, &cqe) == 0) {
+    while (count < limit && in_flight_ > 0 && io_uring_peek_cqe(&ring_, &cqe) == 0) {
       Io* io = static_cast<Io*>(io_uring_cqe_get_data(cqe));
       int result = cqe->res;
       io_uring_cqe_seen(&ring_, cqe);
@@ -89,7 +97,6 @@ class IoEngine {
   std::deque<Io> pool_;
   std::vector<Io*> free_;
   std::deque<Io*> queue_;
-  std::deque<Io*> background_;
   std::span<uint8_t> registered_;
 };
 

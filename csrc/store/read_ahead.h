@@ -1,9 +1,10 @@
-// Background reads of extents that are likely to be wanted: bounded, behind every other read, never evicting warmer
-// ones.
+// Background reads of extents that are likely to be wanted: hints of bounded memory, behind every other read, never
+// evicting warmer ones.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -17,31 +18,43 @@ struct AheadJob {
   size_t next = 0;
 };
 
-// Used by one copy thread.
+// Used by one copy thread. Blocks are claimed only when there is room to submit their read at once.
 class ReadAhead {
  public:
-  ReadAhead(Frames& frames, GatherPath& path, Counters& counters, uint32_t depth)
-      : frames_(frames), path_(path), counters_(counters), depth_(depth) {}
+  ReadAhead(Frames& frames, GatherPath& path, IoEngine& io, Counters& counters)
+      : frames_(frames), path_(path), io_(io), counters_(counters), depth_(std::max(1u, io.depth() / 4)) {}
 
-  // False when too many jobs wait.
-  bool add(AheadJob job);
-  // Queues as many reads as fit.
-  void pump();
+  // Dropped and counted when the owner has hinted more than it may.
+  void add(uint32_t owner, AheadJob job);
+  // Queues a few reads, owner by owner; true if any.
+  bool pump();
   void landed(const Io& io, int error);
   // Forgets what is still to be read of a pack.
   void forget(const PackFile* pack);
-  bool idle() const { return jobs_.empty(); }
+  // Forgets what an owner has hinted.
+  void forget_owner(uint32_t owner) { hints_.erase(owner); }
+  bool idle() const { return hints_.empty(); }
 
  private:
-  static constexpr size_t kJobsMax = 1024;
+  static constexpr uint64_t kBytesMax = 4 << 20;  // per owner
+  static constexpr uint32_t kAtOnce = 8;
   static constexpr uint8_t kWeight = 3;  // passes of the clock's hand that an unused extent survives
+
+  struct Hints {
+    std::deque<AheadJob> jobs;
+    uint64_t bytes = 0;
+  };
+  static uint64_t bytes_of(const AheadJob& job) { return sizeof job + job.extents.size() * sizeof(uint32_t); }
+  void pop(Hints& hints);
 
   Frames& frames_;
   GatherPath& path_;
+  IoEngine& io_;
   Counters& counters_;
   const uint32_t depth_;
   uint32_t in_flight_ = 0;
-  std::deque<AheadJob> jobs_;
+  uint32_t last_owner_ = 0;
+  std::map<uint32_t, Hints> hints_;  // by owner; none is empty
 };
 
 }  // namespace headgate

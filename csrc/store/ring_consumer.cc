@@ -1,6 +1,5 @@
 #include "store/ring_consumer.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "core/cell.h"
@@ -62,32 +61,36 @@ TakenTicket* RingConsumer::take() {
     return nullptr;
   }
   TakenTicket& t = slot(next_);
+  t = {};
   t.seq = next_;
   t.step = copy.step;
   t.layer = copy.layer;
   t.op = Op(copy.op);
-  t.remaining = copy.run_count;
+  t.first_run = copy.first_run;
+  t.run_count = t.remaining = copy.run_count;
+  t.records_left = t.op == Op::kRange ? kPairsMax : layout_.g.pairs_max;
   t.seen_ns = now_ns();
-  t.first_copy_ns = 0;
-  t.runs.resize(copy.run_count);
-  const uint8_t* runs = requests_.data() + layout_.runs_off(next_) + copy.first_run * sizeof(Run);
-  if (copy.run_count > 0) std::memcpy(t.runs.data(), runs, copy.run_count * sizeof(Run));
-  copy_pairs(t);
   ++next_;
   if (copy.run_count == 0) advance_consumed();
   return &t;
 }
 
-void RingConsumer::copy_pairs(TakenTicket& t) {
-  uint64_t end = 0;
-  if (t.op == Op::kGather || t.op == Op::kPromote) {
-    for (const Run& run : t.runs) {
-      uint64_t run_end = uint64_t{run.first_pair} + run.pair_count;
-      if (run_end <= layout_.g.pairs_max) end = std::max(end, run_end);
-    }
-  }
-  t.pairs.resize(end);  // a run that reaches beyond this is refused later
-  if (end > 0) std::memcpy(t.pairs.data(), requests_.data() + layout_.pairs_off(t.seq), end * sizeof(Pair));
+TakenTicket* RingConsumer::to_begin() {
+  for (; beginning_ < next_; ++beginning_)
+    if (slot(beginning_).begun < slot(beginning_).run_count) return &slot(beginning_);
+  return nullptr;
+}
+
+Run RingConsumer::run(const TakenTicket& ticket, uint32_t index) const {
+  Run copy;
+  uint64_t offset = layout_.runs_off(ticket.seq) + uint64_t{ticket.first_run + index} * sizeof(Run);
+  std::memcpy(&copy, requests_.data() + offset, sizeof copy);
+  return copy;
+}
+
+void RingConsumer::copy_pairs(const TakenTicket& ticket, uint32_t first, std::span<Pair> to) const {
+  uint64_t offset = layout_.pairs_off(ticket.seq) + uint64_t{first} * sizeof(Pair);
+  if (!to.empty()) std::memcpy(to.data(), requests_.data() + offset, to.size_bytes());
 }
 
 TakenTicket* RingConsumer::in_flight(uint64_t seq) {
@@ -104,6 +107,7 @@ bool RingConsumer::complete(TakenTicket& ticket, uint32_t run, Status status, Fa
 }
 
 void RingConsumer::complete_silently(TakenTicket& ticket) {
+  ticket.begun = ticket.run_count;
   ticket.remaining = 0;
   completed_ = true;
   advance_consumed();

@@ -1,9 +1,10 @@
-// The daemon's end of one ring. Every number of a ticket is copied out of shared memory once, before anything looks at
-// it.
+// The daemon's end of one ring. Every number is copied out of shared memory once, before anything looks at it: the
+// ticket when it is taken, a run when it is begun, pairs when their portion is.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "core/ring.h"
@@ -11,20 +12,24 @@
 
 namespace headgate {
 
-// A ticket as it was copied, until all of its runs are terminal.
+// A ticket as it was copied, until all of its runs are terminal. Its runs and pairs stay in shared memory.
 struct TakenTicket {
   uint64_t seq = 0;
   uint32_t step = 0;
   uint16_t layer = 0;
   Op op{};
-  uint32_t remaining = 0;
+  bool cancelled = false;
+  uint32_t first_run = 0;
+  uint32_t run_count = 0;
+  uint32_t begun = 0;                        // runs
+  uint32_t remaining = 0;                    // runs that are not terminal
+  uint32_t records_left = 0;                 // what further runs may name together
+  uint32_t order_first = 0, order_step = 1;  // in which order they begin; tests shuffle them
   uint64_t seen_ns = 0;
   uint64_t first_copy_ns = 0;
-  std::vector<Run> runs;
-  std::vector<Pair> pairs;
 };
 
-// Used by one copy thread only, which also owns every other ring of the same worker.
+// Used by one copy thread only, which also owns every other ring of the same worker; made by any.
 class RingConsumer {
  public:
   // Formats both headers of two fresh, zeroed memories: touching every cell would cost what the peer only declared.
@@ -32,17 +37,24 @@ class RingConsumer {
   RingConsumer(int requests_fd, int completions_fd, RingGeometry geometry, uint64_t id);
 
   uint64_t id() const { return id_; }
+  const RingGeometry& geometry() const { return layout_.g; }
   bool dead() const;
   void poison();
   // Whether the next ticket is there and may be taken.
   bool ready() const;
   // Copies the next ticket out, or returns null. A ticket that no producer could have built poisons the ring.
   TakenTicket* take();
+  // The oldest ticket taken with runs that have not begun, or null.
+  TakenTicket* to_begin();
   // The ticket in flight with this sequence, or null.
   TakenTicket* in_flight(uint64_t seq);
+  // Copies a run's descriptor; `index` < run_count.
+  Run run(const TakenTicket& ticket, uint32_t index) const;
+  // Copies pairs [first, first + to.size()), which lie below pairs_max.
+  void copy_pairs(const TakenTicket& ticket, uint32_t first, std::span<Pair> to) const;
   // Stores the cell of a terminal run, whose stores are already fenced. True when it was the ticket's last one.
   bool complete(TakenTicket& ticket, uint32_t run, Status status, Fault fault);
-  // A ticket without an answer is terminal as soon as it is taken.
+  // A ticket without an answer is terminal as soon as it has been looked through.
   void complete_silently(TakenTicket& ticket);
   // Wakes the worker if something was completed since the last call; true if it was asleep. Before this thread blocks.
   bool ring_if_needed();
@@ -59,7 +71,6 @@ class RingConsumer {
   }
   TakenTicket& slot(uint64_t seq) { return taken_[seq & (layout_.g.tickets - 1)]; }
   void format();
-  void copy_pairs(TakenTicket& ticket);
   void advance_consumed();
 
   const uint64_t id_;
@@ -68,6 +79,7 @@ class RingConsumer {
   Mapping completions_;
   std::vector<TakenTicket> taken_;
   uint64_t next_ = 1;
+  uint64_t beginning_ = 1;  // every ticket before it has begun all of its runs
   uint64_t consumed_ = 0;
   bool completed_ = false;
 };

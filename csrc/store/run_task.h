@@ -1,4 +1,4 @@
-// One run in the hands of a copy thread, from its ticket to its cell.
+// One run in the hands of a copy thread, from the copy of its descriptor to its cell.
 #pragma once
 
 #include <cstdint>
@@ -13,36 +13,76 @@
 
 namespace headgate {
 
+// A part of a run that is planned, pinned, read and copied together.
+struct Portion {
+  std::vector<ExtentUse> uses;    // pinned
+  std::vector<uint16_t> offsets;  // of each record within its extent, bytes
+  std::vector<uint32_t> places;   // of each record in its lane
+  size_t next_read = 0;           // uses before it have been claimed
+  size_t next_use = 0;            // uses before it have been copied
+  uint32_t copied = 0;            // records of next_use
+};
+
+class TaskList;
+
 struct RunTask {
-  // where it came from; ring is null once its cell is stored or its worker is gone
-  RingConsumer* ring;
+  // where it came from
+  RingWork* ring;
   TakenTicket* ticket;
-  uint32_t index;
   Worker* worker;
+  uint32_t index;
   Run run;
   uint16_t layer;
   Op op;
 
-  uint64_t not_before_ns;  // an injected delay
   bool fail_at_end;        // an injected fault
-  bool ended;              // its cell is stored (or never will be); only I/O may still be in flight
+  bool ended;              // its cell is stored, or never will be; only I/O may still be in flight
   Fault fault;             // why it will end in ERROR
-  uint32_t io_in_flight;
+  uint32_t io_in_flight;   // transfers
+  uint64_t not_before_ns;  // an injected delay
 
-  // GATHER, RANGE: pairs [cursor, portion_end) are being served, total in all
-  uint32_t cursor, portion_end, total;
-  std::vector<ExtentUse> uses;    // of the portion; pinned
-  std::vector<uint16_t> offsets;  // of each record of the portion within its extent, bytes
+  // GATHER, RANGE: records before the cursor are served, total in all
+  uint32_t cursor, total;
+  bool cold;                         // its next portion will have to be read
+  std::unique_ptr<Portion> portion;  // [cursor, cursor + portion->places.size())
 
   // STORE
   std::shared_ptr<Upload> upload;
   uint32_t next_block, blocks;  // within the segment
 
-  Pair pair(uint32_t i) const {
-    if (op == Op::kRange) return {run.first_pair + i, uint32_t(run.arg) + i};
-    return ticket->pairs[run.first_pair + i];
-  }
+  // bookkeeping of RingWork and TaskList
+  uint32_t at;
+  TaskList* list = nullptr;
+  RunTask *before, *after;
+
+  bool bulk() const { return op != Op::kGather; }
   const Binding& binding() const { return *worker->slots[run.slot].binding; }
+};
+
+// Runs that wait for the same thing, the longest waiting first. A run is in one list at most.
+class TaskList {
+ public:
+  bool empty() const { return first_ == nullptr; }
+  RunTask* front() const { return first_; }
+  void push_back(RunTask& t) { insert(t, last_, nullptr); }
+  void push_front(RunTask& t) { insert(t, nullptr, first_); }
+  static void remove(RunTask& t) {
+    if (!t.list) return;
+    (t.before ? t.before->after : t.list->first_) = t.after;
+    (t.after ? t.after->before : t.list->last_) = t.before;
+    t.list = nullptr;
+  }
+
+ private:
+  void insert(RunTask& t, RunTask* before, RunTask* after) {
+    remove(t);
+    t.list = this, t.before = before, t.after = after;
+    (before ? before->after : first_) = &t;
+    (after ? after->before : last_) = &t;
+  }
+
+  RunTask* first_ = nullptr;
+  RunTask* last_ = nullptr;
 };
 
 }  // namespace headgate

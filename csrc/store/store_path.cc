@@ -40,21 +40,18 @@ Fault StorePath::begin(RunTask& t) {
   return Fault::kNone;
 }
 
-bool StorePath::step(RunTask& t) {
-  while (t.fault == Fault::kNone && t.next_block < t.blocks && !free_.empty()) write_next(t);
-  if (t.io_in_flight > 0 || (t.fault == Fault::kNone && t.next_block < t.blocks)) return false;
+Need StorePath::step(RunTask& t) {
+  if (!all_written(t)) return Need::kTransfer;
   end_segment(t, t.fault == Fault::kNone);
-  return true;
+  return Need::kNothing;
 }
 
-bool StorePath::drain(RunTask& t) {
-  if (t.io_in_flight > 0) return false;
+void StorePath::drop(RunTask& t) {
   if (t.upload) end_segment(t, false);
-  return true;
 }
 
-// Packs dense records into blocks that no record straddles, and queues their write.
-void StorePath::write_next(RunTask& t) {
+// Packs dense records into blocks that no record straddles.
+uint64_t StorePath::write(RunTask& t) {
   const PackHeader& h = t.upload->header();
   const KindHeader& kind = h.kinds[t.run.kind];
   const uint32_t per_block = records_per_block(kind.record_bytes);
@@ -76,7 +73,7 @@ void StorePath::write_next(RunTask& t) {
     uint32_t number = first_block + t.next_block + b;
     t.upload->set_crc(number, block_crc(h.build, uint64_t{number} + 1, block));
   }
-  if (t.fault != Fault::kNone) return;
+  if (t.fault != Fault::kNone) return 0;
 
   free_.pop_back();
   Io io{};
@@ -87,10 +84,12 @@ void StorePath::write_next(RunTask& t) {
   io.bytes = count * kBlockBytes;
   io.offset = segment_off + uint64_t{t.next_block} * kBlockBytes;
   io.run = &t;
+  io.bulk = true;
   io.write_buffer = buffer;
-  io_.collect(io, false);
+  io_.collect(io);
   ++t.io_in_flight;
   t.next_block += count;
+  return io.bytes;
 }
 
 void StorePath::landed(const Io& io, int error) {

@@ -7,6 +7,7 @@
 
 #include "store/counters.h"
 #include "store/direct_io.h"
+#include "store/gather_path.h"
 #include "store/io_engine.h"
 #include "store/run_task.h"
 
@@ -19,14 +20,18 @@ class StorePath {
 
   // Checks the run and claims its segment: kNone, or why not.
   Fault begin(RunTask& t);
-  // True when the run is over (t.fault says how) and its segment is filled or free again.
-  bool step(RunTask& t);
-  // For a run that was given up: true once its writes have ended and its segment is free again.
-  bool drain(RunTask& t);
+  // kTransfer: write() is to be called until nothing is left to write, as there is room. kNothing: the run is over
+  // (t.fault says how) and its segment is filled or free again.
+  Need step(RunTask& t);
+  static bool all_written(const RunTask& t) { return t.fault != Fault::kNone || t.next_block == t.blocks; }
+  bool room() const { return !free_.empty(); }
+  // Packs the next blocks and queues their write; returns their bytes. Only while there is room.
+  uint64_t write(RunTask& t);
+  // For a run that was given up, once its writes have ended: its segment is free again.
+  void drop(RunTask& t);
   void landed(const Io& io, int error);
 
  private:
-  void write_next(RunTask& t);
   void end_segment(RunTask& t, bool written);
 
   IoEngine& io_;

@@ -1,5 +1,6 @@
 #include "store/upload.h"
 
+#include <chrono>
 #include <cstring>
 
 #include "store/crc32c.h"
@@ -7,6 +8,11 @@
 #include "store/pack_file.h"
 
 namespace headgate {
+namespace {
+
+constexpr auto kAbortDeadline = std::chrono::seconds(5);
+
+}  // namespace
 
 Upload::Upload(const std::string& path, const PackHeader& header, Counters& counters)
     : path_(path), counters_(counters), header_(header) {
@@ -133,8 +139,8 @@ void Upload::abort() {
   std::unique_lock lock(mutex_);
   if (state_ == State::kFinished) return;
   state_ = State::kRetired;
-  idle_.wait(lock, [this] { return writing_ == 0; });
-  fd_.reset();
+  // A write that a hanging disk keeps in flight needs the descriptor; it goes with the last reference then.
+  if (idle_.wait_for(lock, kAbortDeadline, [this] { return writing_ == 0; })) fd_.reset();
   disk::unlink(Site::kUploadUnlink, path_.c_str());
 }
 

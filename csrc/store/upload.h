@@ -32,7 +32,7 @@ class Upload {
 
   uint32_t missing() const;
   void finish();  // durable on return
-  void abort();   // waits for the segments in flight, closes, unlinks
+  void abort();   // waits some seconds for the segments in flight, closes, unlinks
 
  private:
   enum class State : uint8_t { kOpen, kFinishing, kRetired, kFinished };

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "store/ring_work.h"
+
 namespace headgate {
 
 Binding::Binding(std::vector<std::shared_ptr<PackFile>> packs, uint32_t layers, uint32_t lanes,
@@ -37,5 +39,17 @@ void Binding::append(std::shared_ptr<PackFile> pack) {
   records_ += h.tokens;
   packs_.push_back(std::move(pack));
 }
+
+Worker::Worker(uint32_t id, uint32_t owner, uint32_t engine, uint64_t run_ns_max, int window_fd, uint64_t window_bytes,
+               int staging_fd, uint64_t staging_bytes, uint32_t slots)
+    : id(id),
+      owner(owner),
+      engine(engine),
+      run_ns_max(run_ns_max),
+      window(window_fd, window_bytes),
+      staging(staging_fd, staging_bytes, PROT_READ, "staging"),
+      slots(slots) {}
+
+Worker::~Worker() = default;
 
 }  // namespace headgate

@@ -1,6 +1,7 @@
 // A registered worker: its memory, its rings and what its slots are bound to.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -8,7 +9,6 @@
 #include <vector>
 
 #include "store/pack_file.h"
-#include "store/ring_consumer.h"
 #include "store/upload.h"
 #include "store/window.h"
 
@@ -63,20 +63,26 @@ struct Slot {
   std::optional<Binding> binding;
 };
 
+struct RingWork;
+struct WorkerTurns;
+
 // After construction everything but the two memories belongs to the copy thread that serves the worker.
 struct Worker {
-  Worker(uint32_t id, int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots)
-      : id(id),
-        window(window_fd, window_bytes),
-        staging(staging_fd, staging_bytes, PROT_READ, "staging"),
-        slots(slots) {}
+  Worker(uint32_t id, uint32_t owner, uint32_t engine, uint64_t run_ns_max, int window_fd, uint64_t window_bytes,
+         int staging_fd, uint64_t staging_bytes, uint32_t slots);
+  ~Worker();
 
   const uint32_t id;
+  const uint32_t owner;       // its uid: rounds are fair among owners first
+  const uint32_t engine;      // which copy thread serves it
+  const uint64_t run_ns_max;  // a run that has waited this long is given up
   Window window;
   Mapping staging;
   std::vector<Slot> slots;
-  std::vector<std::unique_ptr<RingConsumer>> rings;
+  std::unique_ptr<WorkerTurns> turns;
+  std::vector<std::unique_ptr<RingWork>> rings;
   std::map<uint32_t, std::shared_ptr<Upload>> uploads;
+  std::atomic<uint32_t> rings_made{0};
   bool closed = false;  // poisoned or removed: no ticket is taken any more
 };
 

@@ -80,6 +80,8 @@ class Rig:
     window_bytes: int = 8 << 20
     staging_bytes: int = 4 << 20
     slots: int = 4
+    owner: int = 1000
+    wait_ms: int = WAIT_US // 1000
     beside: Rig | None = None  # another worker of that rig's data plane
     geometry: store_native.RingGeometry = field(
         default_factory=lambda: store_native.RingGeometry(tickets=8, runs_max=64, pairs_max=1 << 16)
@@ -99,7 +101,13 @@ class Rig:
         self.staging = mapped(self.staging_fd, self.staging_bytes)
         self.window[:] = CANARY
         self.worker = self.plane.add_worker(
-            self.window_fd, self.window_bytes, self.staging_fd, self.staging_bytes, self.slots
+            self.window_fd,
+            self.window_bytes,
+            self.staging_fd,
+            self.staging_bytes,
+            self.slots,
+            self.owner,
+            self.wait_ms,
         )
         self.ring = self.add_ring()
         self.opened = 0

@@ -293,7 +293,7 @@ def test_declared_sizes_are_checked(directory, rng):
             ((small, 0), (small, 4096)),
         ]:
             with pytest.raises(NativeError) as error:
-                rig.plane.add_worker(*window, *staging, 1)
+                rig.plane.add_worker(*window, *staging, 1, owner=1000)
             assert error.value.code == "INVALID_ARGUMENT"
         with pytest.raises(NativeError):
             rig.plane.add_ring(rig.worker, small, small, rig.geometry)

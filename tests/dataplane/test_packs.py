@@ -226,7 +226,7 @@ def test_abort_waits_for_writes_and_answers_their_runs(directory, rng):
 
 def test_an_upload_has_one_owner(directory, rng):
     with Rig(directory) as rig:
-        other = rig.plane.add_worker(rig.window_fd, 4096, rig.staging_fd, 4096, 1)
+        other = rig.plane.add_worker(rig.window_fd, 4096, rig.staging_fd, 4096, 1, rig.owner)
         upload = rig.plane.create_upload(str(directory / "p"), spec(rng, 1, 1, 512, 256))
         rig.plane.own_upload(other, upload)
         with pytest.raises(NativeError) as error:

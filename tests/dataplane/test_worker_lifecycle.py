@@ -152,7 +152,9 @@ def test_a_worker_registers_anew_after_poison(directory, rng):
         pack = rig.make_pack(rng)
         rig.ring.poison()
         rig.plane.remove_worker(rig.worker)
-        rig.worker = rig.plane.add_worker(rig.window_fd, rig.window_bytes, rig.staging_fd, rig.staging_bytes, rig.slots)
+        rig.worker = rig.plane.add_worker(
+            rig.window_fd, rig.window_bytes, rig.staging_fd, rig.staging_bytes, rig.slots, rig.owner
+        )
         rig.ring = rig.add_ring()
         epoch = rig.bind(0, [pack], 512)
         assert rig.ask(OP_RANGE, 0, run(0, epoch, pair_count=512)).tolist() == [[OK, 0]]
@@ -178,7 +180,7 @@ def test_close_wakes_a_waiting_worker(directory, rng):
     rig.plane.close()
     for call in (
         lambda: rig.plane.open_pack(str(pack.path)),
-        lambda: rig.plane.add_worker(rig.window_fd, 4096, rig.staging_fd, 4096, 1),
+        lambda: rig.plane.add_worker(rig.window_fd, 4096, rig.staging_fd, 4096, 1, rig.owner),
     ):
         with pytest.raises(NativeError) as error:
             call()
@@ -216,7 +218,7 @@ def test_many_workers_on_two_threads(directory, rng):
         def worker(number):
             generator = np.random.default_rng(number)
             window, staging = memfd("w", 1 << 20), memfd("s", 4096)
-            me = rig.plane.add_worker(window, 1 << 20, staging, 4096, 1)
+            me = rig.plane.add_worker(window, 1 << 20, staging, 4096, 1, owner=number % 3)
             g = rig.geometry
             fds = memfd("r", g.requests_bytes), memfd("c", g.completions_bytes)
             rig.plane.add_ring(me, *fds, g)

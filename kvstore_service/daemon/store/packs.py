@@ -64,4 +64,4 @@ class Packs:
                 if row.layout != layout or len(hot_records) != shape[0] * shape[1]:
                     raise StoreError("INVALID_ARGUMENT", f"hot_records has one count per layer and lane, {shape}")
                 with self._state.open_packs.using(row) as handle, native.errors():
-                    self._state.plane.warm(handle, np.array(hot_records, np.uint32).reshape(shape))
+                    self._state.plane.warm(handle, np.array(hot_records, np.uint32).reshape(shape), worker.uid)

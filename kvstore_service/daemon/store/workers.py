@@ -63,7 +63,7 @@ class Workers:
                 descriptors.append(memory.create("kvstore-staging", staging_bytes))
                 with native.errors():
                     worker.native_id = self._state.plane.add_worker(
-                        descriptors[0], window_bytes, descriptors[1], staging_bytes, slots
+                        descriptors[0], window_bytes, descriptors[1], staging_bytes, slots, worker.uid, wait_ms
                     )
                     for geometry in rings:
                         descriptors.extend(self._add_ring(worker.native_id, geometry))

@@ -1,0 +1,532 @@
+#include "store/ring_service.h"
+
+#include <algorithm>
+#include <new>
+#include <numeric>
+
+#include "core/futex.h"
+
+namespace headgate {
+namespace {
+
+constexpr uint64_t kMicrosecond = 1000;
+constexpr uint64_t kSliceNs = 50 * kMicrosecond;
+constexpr uint64_t kTendNs = 250 * kMicrosecond;
+constexpr uint64_t kHeartbeatNs = 20'000 * kMicrosecond;  // while busy
+
+constexpr size_t kReapAtOnce = 8;        // reads verified
+constexpr size_t kLookAtOnce = 64;       // rings looked at in a pass
+constexpr size_t kLookBetweenTurns = 8;  // and between two turns
+constexpr size_t kTendAtOnce = 16;       // rings whose deadlines are checked
+constexpr uint32_t kTakeAtOnce = 8;      // tickets
+constexpr uint32_t kHintPairs = 1024;    // looked through in one step
+
+// What is done for a worker besides copying, as the bytes that could be copied in that time.
+constexpr uint64_t kTurnCost = 16 << 10;  // a turn ends with the step that reaches it
+constexpr uint64_t kStepCost = 2 << 10;
+constexpr uint64_t kWakeCost = 16 << 10;  // a system call
+constexpr uint64_t kPairCost = 64;        // of a hint
+
+}  // namespace
+
+RingService::RingService(uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames, Counters& counters, Faults& faults,
+                         Trace& trace)
+    : frames_(frames),
+      counters_(counters),
+      faults_(faults),
+      trace_(trace),
+      io_(io_depth),
+      gather_(frames, io_, counters),
+      store_(io_, counters),
+      ahead_(frames, gather_, io_, counters),
+      transfers_(io_, gather_, store_, ahead_, bulk_bytes_max) {
+  io_.register_memory(store_.memory());
+  pairs_.resize(kHintPairs);
+}
+
+// --- the loop's steps ---
+
+bool RingService::reap() {
+  landed_.clear();
+  size_t ended = io_.reap(kReapAtOnce, [this](const Io& io, int error) {
+    transfers_.landed(io);
+    if (io.write) {
+      store_.landed(io, error);
+    } else {
+      gather_.landed(io, error);
+      if (!io.run) ahead_.landed(io, error);
+    }
+    if (io.run && io.run->io_in_flight == 0) landed_.push_back(io.run);
+  });
+  gather_.flush_landings();
+  for (RunTask* t : landed_) {
+    t->ring->last_progress_ns = now_;
+    if (t->ended) {
+      let_go(*t);
+    } else if (!t->list) {  // otherwise it has more to transfer
+      t->ring->ready.push_back(*t);
+      t->ring->wake();
+    }
+  }
+  return ended > 0;
+}
+
+bool RingService::serve() {
+  now_ = now_ns();
+  const uint64_t end = now_ + kSliceNs;
+  notice_changes();
+  if (delayed_ > 0) end_delays();
+  bool any = look(kLookAtOnce);
+  while (FairNode* next = turns_.next()) {
+    serve_ring(static_cast<RingWork&>(*next));
+    any = true;
+    if ((now_ = now_ns()) >= end) break;
+    look(kLookBetweenTurns);
+  }
+  return any;
+}
+
+bool RingService::transfer() {
+  bool any = transfers_.pump([](RunTask& t) {
+    if (t.io_in_flight > 0) return;
+    t.ring->ready.push_back(t);
+    t.ring->wake();
+  });
+  io_.submit();
+  return any;
+}
+
+void RingService::tend() {
+  if (now_ - last_tend_ns_ < kTendNs) return;
+  last_tend_ns_ = now_;
+  for (size_t i = 0; i < kTendAtOnce && i < rings_.size(); ++i) {
+    next_tend_ = next_tend_ + 1 < rings_.size() ? next_tend_ + 1 : 0;
+    give_up_late(*rings_[next_tend_]);
+  }
+  for (size_t i = leaving_.size(); i-- > 0;)
+    if (std::all_of(leaving_[i]->rings.begin(), leaving_[i]->rings.end(), [](auto& r) { return r->tasks.empty(); })) {
+      part(*leaving_[i]);
+      leaving_.erase(leaving_.begin() + ptrdiff_t(i));
+    }
+  if (now_ - last_heartbeat_ns_ < kHeartbeatNs) return;
+  last_heartbeat_ns_ = now_;
+  for (RingWork* ring : rings_) ring->consumer->heartbeat(now_);
+}
+
+// Looks at the next rings that are not being served: is there a ticket, or poison?
+bool RingService::look(size_t count) {
+  bool any = false;
+  for (size_t i = 0, all = rings_.size(); i < count && i < all; ++i) {
+    next_look_ = next_look_ + 1 < rings_.size() ? next_look_ + 1 : 0;
+    RingWork& ring = *rings_[next_look_];
+    if (ring.consumer->dead()) return close_worker(ring.worker), true;
+    if (ring.busy() || !ring.consumer->ready()) continue;
+    ring.wake();
+    any = true;
+  }
+  return any;
+}
+
+// Frames were released or reads have landed, here or in another thread: those that waited for either try again.
+void RingService::notice_changes() {
+  const uint64_t releases = frames_.releases(), landings = frames_.landings();
+  bool released = releases != releases_seen_, landed = landings != landings_seen_;
+  if (!blocked_ || (!released && !landed)) return;
+  releases_seen_ = releases;
+  landings_seen_ = landings;
+  blocked_ = false;
+  for (RingWork* ring : rings_) {
+    if (ring->starved.empty() && ring->watching.empty()) continue;
+    blocked_ = true;
+    if (released) ring->look_for_frames = true;
+    while (RunTask* t = landed ? ring->watching.front() : nullptr) ring->ready.push_back(*t);
+    ring->wake();
+  }
+}
+
+// --- rings ---
+
+// One turn of a ring. A failure costs its run or its worker, never the thread.
+void RingService::serve_ring(RingWork& ring) {
+  uint64_t cost = 0;
+  try {
+    if (ring.consumer->dead()) return close_worker(ring.worker);
+    take(ring);
+    while (cost < kTurnCost && work(ring, cost)) cost += kStepCost;
+  } catch (...) {
+    add(counters_.worker_faults);
+    return close_worker(ring.worker);
+  }
+  ring.charge(cost + kStepCost);
+  if (!has_work(ring)) ring.rest();
+}
+
+// One step of the ring's oldest work that need not wait; false if there is none.
+bool RingService::work(RingWork& ring, uint64_t& cost) {
+  if (ring.cancelling) return cancel_next(ring), true;
+  if (RunTask* t = ring.ready.front()) return step(*t, ring.starved.empty(), cost), true;
+  RunTask* starved = ring.starved.front();
+  if (ring.look_for_frames && starved) return step(*starved, true, cost), true;
+  return begin_next(ring, cost);
+}
+
+bool RingService::has_work(RingWork& ring) {
+  if (ring.cancelling || !ring.ready.empty() || (ring.look_for_frames && !ring.starved.empty())) return true;
+  const TakenTicket* ticket = ring.consumer->to_begin();
+  if (ticket && (ring.live < RingWork::kWindow || ticket->cancelled || late(ring, *ticket))) return true;
+  return ring.consumer->ready();
+}
+
+void RingService::take(RingWork& ring) {
+  for (uint32_t i = 0; i < kTakeAtOnce && !ring.cancelling; ++i) {
+    TakenTicket* ticket = ring.consumer->take();
+    if (!ticket) return;
+    add(counters_.tickets);
+    if (ticket->op == Op::kCancel && ticket->run_count > 0) ring.cancelling = ticket;
+    if (faults_.reorder.load(std::memory_order_relaxed)) shuffle(*ticket);
+  }
+}
+
+void RingService::shuffle(TakenTicket& ticket) {
+  if (ticket.run_count < 2) return;
+  ticket.order_first = uint32_t(faults_.next_random() % ticket.run_count);
+  ticket.order_step = uint32_t(1 + faults_.next_random() % (ticket.run_count - 1));
+  while (std::gcd(ticket.order_step, ticket.run_count) != 1) --ticket.order_step;
+}
+
+// --- beginning runs ---
+
+bool RingService::begin_next(RingWork& ring, uint64_t& cost) {
+  TakenTicket* ticket = ring.consumer->to_begin();
+  if (!ticket) return false;
+  if (ticket->op == Op::kPromote) return promote_some(ring, *ticket, cost), true;
+  bool cancelled = ticket->cancelled, too_late = !cancelled && late(ring, *ticket);
+  if (!cancelled && !too_late && ring.live >= RingWork::kWindow) return false;
+  uint64_t order = ticket->order_first + uint64_t{ticket->begun++} * ticket->order_step;
+  uint32_t index = uint32_t(order % ticket->run_count);
+  add(counters_.runs);
+  if (cancelled || too_late) {
+    add(counters_.runs_late, too_late);
+    answer(ring, *ticket, index, Status::kError, cancelled ? Fault::kAborted : Fault::kUnavailable);
+    return true;
+  }
+  try {
+    begin(ring, *ticket, index);
+  } catch (const std::bad_alloc&) {
+    answer(ring, *ticket, index, Status::kError, Fault::kResourceExhausted);
+  }
+  return true;
+}
+
+void RingService::begin(RingWork& ring, TakenTicket& ticket, uint32_t index) {
+  RunTask& t = ring.new_task();
+  ++tasks_;
+  t.ring = &ring, t.ticket = &ticket, t.worker = &ring.worker;
+  t.index = index, t.run = ring.consumer->run(ticket, index), t.layer = ticket.layer, t.op = ticket.op;
+  t.fail_at_end = t.ended = t.cold = false;
+  t.fault = Fault::kNone;
+  t.io_in_flight = t.cursor = t.total = 0;
+  t.not_before_ns = 0;
+  Status status = admit(t);
+  if (status != Status::kOk) return finish(t, status, t.fault);
+  uint64_t number = faults_.runs_seen.fetch_add(1, std::memory_order_relaxed) + 1;
+  uint32_t every = faults_.fail_every.load(std::memory_order_relaxed);
+  if (every > 0 && number % every == 0) t.fail_at_end = true, t.total /= 2;
+  uint64_t delay = faults_.delay_us.load(std::memory_order_relaxed);
+  if (delay > 0 && faults_.delay_random.load(std::memory_order_relaxed)) delay = faults_.next_random() % (delay + 1);
+  if (delay == 0) return ring.ready.push_back(t);
+  t.not_before_ns = now_ + delay * kMicrosecond;
+  ring.delayed.push_back(t);
+  ++delayed_;
+}
+
+// Checks everything of the run's descriptor, against what is bound now. Not kOk: t.fault says why.
+Status RingService::admit(RunTask& t) {
+  if (t.op == Op::kStore) {
+    t.fault = store_.begin(t);
+    return t.fault == Fault::kNone ? Status::kOk : Status::kError;
+  }
+  t.fault = Fault::kInvalidArgument;
+  if ((t.op != Op::kGather && t.op != Op::kRange) || t.run.slot >= t.worker->slots.size()) return Status::kError;
+  const Slot& slot = t.worker->slots[t.run.slot];
+  if (!slot.binding || slot.epoch != t.run.slot_epoch) {
+    t.fault = Fault::kAborted;
+    return Status::kStale;
+  }
+  if (t.run.pair_count > t.ticket->records_left) return Status::kError;
+  t.fault = GatherPath::validate(t.run, t.op, t.layer, *slot.binding, t.ring->consumer->geometry());
+  if (t.fault != Fault::kNone) return Status::kError;
+  t.total = t.run.pair_count;
+  t.ticket->records_left -= t.total;
+  return Status::kOk;
+}
+
+// CANCEL gives up the runs of an earlier ticket of its ring (arg): those under way at once, the others when their turn
+// comes. After its OK nothing of them is copied.
+void RingService::cancel_next(RingWork& ring) {
+  TakenTicket& ticket = *ring.cancelling;
+  uint32_t index = ticket.begun++;
+  add(counters_.runs);
+  TakenTicket* target = ring.consumer->in_flight(ring.consumer->run(ticket, index).arg);
+  if (target && target->op != Op::kCancel && !target->cancelled) {
+    target->cancelled = true;
+    give_up_if(ring, [&](const RunTask& t) { return t.ticket == target; }, Status::kError, Fault::kAborted);
+  }
+  if (ticket.begun == ticket.run_count) ring.cancelling = nullptr;
+  answer(ring, ticket, index, Status::kOk, Fault::kNone);
+}
+
+// A hint: the extents of its pairs are read ahead. Nothing is answered, and a wrong or late hint is only counted.
+void RingService::promote_some(RingWork& ring, TakenTicket& ticket, uint64_t& cost) {
+  bool known = !ticket.cancelled && begin_hint(ring, ticket);
+  if (known) {
+    std::span<Pair> pairs(pairs_.data(), std::min(kHintPairs, ring.promoting.pair_count - ring.promoted));
+    ring.consumer->copy_pairs(ticket, ring.promoting.first_pair + ring.promoted, pairs);
+    ring.promoted += uint32_t(pairs.size());
+    cost += pairs.size() * kPairCost;
+    const Binding& binding = *ring.worker.slots[ring.promoting.slot].binding;
+    known = GatherPath::validate(pairs, ring.promoting, ticket.layer, binding) == Fault::kNone;
+    if (known) hint(ring, ticket, pairs);
+  }
+  add(counters_.promotes_dropped, !known);
+  if (known && ring.promoted < ring.promoting.pair_count) return;
+  ring.promoted = 0;
+  if (++ticket.begun == ticket.run_count) ring.consumer->complete_silently(ticket);
+}
+
+// Copies the run's descriptor once; its slot may have been bound anew since.
+bool RingService::begin_hint(RingWork& ring, TakenTicket& ticket) {
+  bool first = ring.promoted == 0;
+  if (first) ring.promoting = ring.consumer->run(ticket, ticket.begun);
+  const Run& run = ring.promoting;
+  if (run.slot >= ring.worker.slots.size()) return false;
+  const Slot& slot = ring.worker.slots[run.slot];
+  if (!slot.binding || slot.epoch != run.slot_epoch) return false;
+  if (!first) return true;
+  if (run.pair_count > ticket.records_left) return false;
+  ticket.records_left -= run.pair_count;
+  return GatherPath::validate(run, Op::kPromote, ticket.layer, *slot.binding, ring.consumer->geometry()) ==
+         Fault::kNone;
+}
+
+void RingService::hint(RingWork& ring, const TakenTicket& ticket, std::span<const Pair> pairs) {
+  const Run& run = ring.promoting;
+  const Binding& binding = *ring.worker.slots[run.slot].binding;
+  uint32_t per_block = records_per_block(binding.record_bytes());
+  AheadJob job;
+  for (const Pair& pair : pairs) {
+    RecordOrigin origin = binding.origin(pair.record);
+    const std::shared_ptr<PackFile>& pack = binding.shared_pack(origin.pack);
+    uint32_t block = pack->segment_block(0, ticket.layer, run.lane) + (pair.record - origin.first) / per_block;
+    uint32_t extent = block / frames_.extent_blocks();
+    if (job.pack != pack) {
+      ahead_.add(ring.worker.owner, std::move(job));
+      job = {pack, {}, 0};
+    }
+    if (job.extents.empty() || job.extents.back() != extent) job.extents.push_back(extent);
+  }
+  ahead_.add(ring.worker.owner, std::move(job));
+}
+
+// --- going on with runs, and ending them ---
+
+void RingService::step(RunTask& t, bool may_read, uint64_t& cost) {
+  RingWork& ring = *t.ring;
+  bool was_starved = t.list == &ring.starved;
+  TaskList::remove(t);
+  Need need;
+  try {
+    if (t.op == Op::kStore && t.fail_at_end) t.fault = Fault::kInternal;
+    need = t.op == Op::kStore ? store_.step(t) : gather_.step(t, may_read, cost);
+  } catch (const std::bad_alloc&) {
+    gather_.release(t);
+    t.fault = Fault::kResourceExhausted;
+    need = Need::kNothing;
+  }
+  switch (need) {
+    case Need::kTurn:
+      ring.last_progress_ns = now_;
+      return ring.ready.push_front(t);
+    case Need::kTransfer:
+      return transfers_.add(t);
+    case Need::kOther:
+      blocked_ = true;
+      return ring.watching.push_back(t);
+    case Need::kFrames:
+      blocked_ = true;
+      if (may_read) ring.look_for_frames = false;
+      add(counters_.runs_starved, !was_starved);
+      return was_starved ? ring.starved.push_front(t) : ring.starved.push_back(t);
+    case Need::kNothing:
+      if (t.fail_at_end && t.fault == Fault::kNone) t.fault = Fault::kInternal;
+      return finish(t, t.fault == Fault::kNone ? Status::kOk : Status::kError, t.fault);
+  }
+}
+
+// Stores the cell: from here on nothing of this run can reach the window.
+void RingService::finish(RunTask& t, Status status, Fault fault) {
+  answer(*t.ring, *t.ticket, t.index, status, fault);
+  end(t);
+}
+
+void RingService::end(RunTask& t) {
+  t.ended = true;
+  --t.ring->live;
+  delayed_ -= t.list == &t.ring->delayed;
+  transfers_.remove(t);
+  TaskList::remove(t);
+  if (t.io_in_flight == 0) let_go(t);
+}
+
+// Nothing of an ended run is in flight any more.
+void RingService::let_go(RunTask& t) {
+  if (t.op == Op::kStore) {
+    store_.drop(t);
+  } else {
+    gather_.release(t);
+  }
+  --tasks_;
+  t.ring->free_task(t);
+}
+
+void RingService::answer(RingWork& ring, TakenTicket& ticket, uint32_t index, Status status, Fault fault) {
+  count(status);
+  if (status == Status::kOk) ring.last_progress_ns = now_;
+  ring.worker.window.fence();
+  if (!ring.consumer->complete(ticket, index, status, fault)) return;
+  uint64_t now = now_ns();
+  trace_.record({ring.consumer->id(), ticket.seq, uint64_t{ticket.step} << 16 | ticket.layer, ticket.seen_ns,
+                 ticket.first_copy_ns, now});
+  Histograms& times = counters_.times;
+  if (ticket.op == Op::kGather) times.ticket_gather.record_ns(now - ticket.seen_ns);
+  if (ticket.op == Op::kRange) times.ticket_range.record_ns(now - ticket.seen_ns);
+  if (ticket.op == Op::kStore) times.ticket_store.record_ns(now - ticket.seen_ns);
+  if (!ring.consumer->ring_if_needed()) return;
+  add(counters_.wakes);
+  ring.charge(kWakeCost);
+}
+
+void RingService::count(Status status) {
+  add(status == Status::kOk      ? counters_.runs_ok
+      : status == Status::kStale ? counters_.runs_stale
+                                 : counters_.runs_error);
+}
+
+template <typename Predicate>
+void RingService::give_up_if(RingWork& ring, Predicate predicate, Status status, Fault fault) {
+  for (size_t i = ring.tasks.size(); i-- > 0;) {  // backwards: a run that ends is replaced by the last one
+    RunTask& t = *ring.tasks[i];
+    if (!t.ended && predicate(t)) finish(t, status, fault);
+  }
+  if (!ring.worker.closed) ring.wake();
+}
+
+// --- time ---
+
+// Decode waits from when its ticket was taken, bulk from when its ring last got on: a long restore is not late.
+bool RingService::late(const RingWork& ring, const TakenTicket& ticket) const {
+  uint64_t since = ticket.op == Op::kGather ? ticket.seen_ns : std::max(ticket.seen_ns, ring.last_progress_ns);
+  return now_ > since + ring.worker.run_ns_max;
+}
+
+// The worker must hear of a slow disk before its own wait ends. A read in flight ends later, in its frame.
+void RingService::give_up_late(RingWork& ring) {
+  auto is_late = [&](const RunTask& t) {
+    bool given_up = late(ring, *t.ticket);
+    add(counters_.runs_late, given_up);
+    return given_up;
+  };
+  if (ring.live > 0) give_up_if(ring, is_late, Status::kError, Fault::kUnavailable);
+}
+
+void RingService::end_delays() {
+  for (RingWork* ring : rings_) {
+    for (auto& t : ring->tasks) {
+      if (t->list != &ring->delayed || t->not_before_ns > now_) continue;
+      --delayed_;
+      ring->ready.push_back(*t);
+      ring->wake();
+    }
+  }
+}
+
+// --- workers ---
+
+void RingService::add_worker(std::shared_ptr<Worker> worker) {
+  std::unique_ptr<Owner>& owner = owners_[worker->owner];
+  if (!owner) owner = std::make_unique<Owner>(worker->owner, turns_, transfers_.roots());
+  ++owner->workers;
+  worker->turns = std::make_unique<WorkerTurns>(*owner);
+  workers_.push_back(std::move(worker));
+}
+
+void RingService::add_ring(Worker& worker, std::unique_ptr<RingConsumer> ring) {
+  worker.rings.push_back(std::make_unique<RingWork>(worker, std::move(ring)));
+  rings_.push_back(worker.rings.back().get());
+}
+
+void RingService::close_worker(Worker& worker) {
+  if (worker.closed) return;
+  worker.closed = true;
+  std::erase_if(rings_, [&](const RingWork* ring) { return &ring->worker == &worker; });
+  next_look_ = next_tend_ = 0;
+  for (auto& ring : worker.rings) {
+    ring->consumer->poison();
+    for (size_t i = ring->tasks.size(); i-- > 0;) {
+      if (ring->tasks[i]->ended) continue;
+      count(Status::kPoison);  // nobody reads a cell of a dead ring
+      end(*ring->tasks[i]);
+    }
+    ring->cancelling = nullptr;
+    ring->rest();
+  }
+}
+
+void RingService::close_all() {
+  for (auto& worker : workers_) close_worker(*worker);
+}
+
+void RingService::remove_worker(Worker& worker) {
+  close_worker(worker);
+  auto found = std::find_if(workers_.begin(), workers_.end(), [&](const auto& w) { return w.get() == &worker; });
+  if (found == workers_.end()) return;
+  bool at_rest =
+      std::all_of(worker.rings.begin(), worker.rings.end(), [](const auto& ring) { return ring->tasks.empty(); });
+  if (at_rest) {
+    part(worker);
+  } else {
+    leaving_.push_back(*found);
+  }
+  workers_.erase(found);
+}
+
+// Its owner's share goes with the owner's last worker.
+void RingService::part(Worker& worker) {
+  auto owner = owners_.find(worker.owner);
+  if (--owner->second->workers > 0) return;
+  ahead_.forget_owner(worker.owner);
+  owners_.erase(owner);
+}
+
+void RingService::give_up_slot(Worker& worker, uint32_t slot) {
+  for (auto& ring : worker.rings)
+    give_up_if(
+        *ring, [&](const RunTask& t) { return t.op != Op::kStore && t.run.slot == slot; }, Status::kStale,
+        Fault::kAborted);
+}
+
+void RingService::give_up_upload(Worker& worker, uint32_t upload) {
+  for (auto& ring : worker.rings)
+    give_up_if(
+        *ring, [&](const RunTask& t) { return t.op == Op::kStore && t.run.slot == upload; }, Status::kError,
+        Fault::kAborted);
+}
+
+uint64_t RingService::runs_in_flight() const {
+  uint64_t count = 0;
+  for (auto& worker : workers_)
+    for (auto& ring : worker->rings) count += ring->live;
+  return count;
+}
+
+}  // namespace headgate

@@ -1,0 +1,112 @@
+// Serves the rings of one copy thread in bounded steps: tickets, runs, transfers, deadlines.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "store/counters.h"
+#include "store/faults.h"
+#include "store/frames.h"
+#include "store/gather_path.h"
+#include "store/io_engine.h"
+#include "store/read_ahead.h"
+#include "store/ring_work.h"
+#include "store/store_path.h"
+#include "store/transfers.h"
+
+namespace headgate {
+
+// Single-threaded. Whatever a worker posts, each call below returns after some 50 us: what takes longer goes on in the
+// next one, from where it stopped.
+class RingService {
+ public:
+  RingService(uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames, Counters& counters, Faults& faults,
+              Trace& trace);
+
+  // The loop's steps; each says whether it did anything.
+  bool reap();      // verifies what was read, frees what was written
+  bool serve();     // takes tickets, plans, copies and answers, ring by ring in fair turns
+  bool transfer();  // submits reads and writes by class
+  void tend();      // deadlines, heartbeats
+
+  // Whether something can be done at once; whether something waits for time, for frames or for another thread.
+  bool runnable() const { return turns_.busy(); }
+  bool waiting() const { return tasks_ > 0; }
+  bool transferring() const { return io_.busy(); }
+  void wait_for_transfer(uint64_t ns) { io_.wait(ns); }
+  const std::vector<RingWork*>& rings() const { return rings_; }  // of workers that are not closed
+
+  // What the control plane asks for, between steps.
+  void add_worker(std::shared_ptr<Worker> worker);
+  void add_ring(Worker& worker, std::unique_ptr<RingConsumer> ring);
+  // Poison is final: no ticket of any of its rings is taken, and no run of it goes on.
+  void close_worker(Worker& worker);
+  void close_all();
+  // The same; the last reference goes when its transfers have ended.
+  void remove_worker(Worker& worker);
+  void give_up_slot(Worker& worker, uint32_t slot);      // its runs end STALE
+  void give_up_upload(Worker& worker, uint32_t upload);  // its runs end in ERROR/ABORTED
+  void read_ahead(uint32_t owner, AheadJob job) { ahead_.add(owner, std::move(job)); }
+  void forget_pack(const PackFile* pack) { ahead_.forget(pack); }
+  uint64_t runs_in_flight() const;
+
+ private:
+  bool look(size_t count);
+  void notice_changes();
+  void serve_ring(RingWork& ring);
+  bool work(RingWork& ring, uint64_t& cost);
+  bool has_work(RingWork& ring);
+  void take(RingWork& ring);
+  void shuffle(TakenTicket& ticket);
+
+  bool begin_next(RingWork& ring, uint64_t& cost);
+  void begin(RingWork& ring, TakenTicket& ticket, uint32_t index);
+  Status admit(RunTask& t);
+  void cancel_next(RingWork& ring);
+  void promote_some(RingWork& ring, TakenTicket& ticket, uint64_t& cost);
+  bool begin_hint(RingWork& ring, TakenTicket& ticket);
+  void hint(RingWork& ring, const TakenTicket& ticket, std::span<const Pair> pairs);
+
+  void step(RunTask& t, bool may_read, uint64_t& cost);
+  void finish(RunTask& t, Status status, Fault fault);
+  void end(RunTask& t);
+  void let_go(RunTask& t);
+  void answer(RingWork& ring, TakenTicket& ticket, uint32_t index, Status status, Fault fault);
+  void count(Status status);
+  template <typename Predicate>
+  void give_up_if(RingWork& ring, Predicate predicate, Status status, Fault fault);
+
+  bool late(const RingWork& ring, const TakenTicket& ticket) const;
+  void give_up_late(RingWork& ring);
+  void end_delays();
+  void part(Worker& worker);
+
+  Frames& frames_;
+  Counters& counters_;
+  Faults& faults_;
+  Trace& trace_;
+  IoEngine io_;
+  GatherPath gather_;
+  StorePath store_;
+  ReadAhead ahead_;
+  Transfers transfers_;
+
+  FairNode turns_;
+  std::map<uint32_t, std::unique_ptr<Owner>> owners_;
+  std::vector<std::shared_ptr<Worker>> workers_;
+  std::vector<std::shared_ptr<Worker>> leaving_;  // removed, with transfers still in flight
+  std::vector<RingWork*> rings_;
+  std::vector<RunTask*> landed_;
+  std::vector<Pair> pairs_;
+  uint64_t tasks_ = 0;
+  uint64_t delayed_ = 0;
+  uint64_t releases_seen_ = 0, landings_seen_ = 0;
+  bool blocked_ = false;  // some run waits for frames or for another's read
+  size_t next_look_ = 0, next_tend_ = 0;
+  uint64_t now_ = 0;
+  uint64_t last_heartbeat_ns_ = 0, last_tend_ns_ = 0;
+};
+
+}  // namespace headgate

@@ -1,0 +1,88 @@
+// A ring in service: its end of the shared memory, and the runs that are under way.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "store/run_task.h"
+#include "store/schedule.h"
+
+namespace headgate {
+
+// Runs that have something to read or write, of one worker and class.
+struct TransferLeaf : FairNode {
+  using FairNode::FairNode;
+  TaskList tasks;
+};
+
+enum class Transfer : uint8_t { kDecode, kRestore, kStore, kCount };
+inline Transfer transfer_of(Op op) {
+  return op == Op::kGather ? Transfer::kDecode : op == Op::kStore ? Transfer::kStore : Transfer::kRestore;
+}
+
+// A uid on one copy thread: its turns, and what its runs hold while they wait.
+struct Owner {
+  Owner(uint32_t number, FairNode& turns, FairNode (&transfers)[size_t(Transfer::kCount)])
+      : number(number),
+        turn(&turns),
+        transfers{FairNode(&transfers[0]), FairNode(&transfers[1]), FairNode(&transfers[2])} {}
+
+  const uint32_t number;
+  uint32_t workers = 0;
+  FairNode turn;
+  FairNode transfers[size_t(Transfer::kCount)];
+  uint64_t plan_bytes = 0;
+  uint32_t pinned[2] = {};  // frames; by decode, by bulk
+};
+
+struct WorkerTurns {
+  explicit WorkerTurns(Owner& owner)
+      : owner(owner),
+        turn(&owner.turn),
+        transfers{TransferLeaf(&owner.transfers[0]), TransferLeaf(&owner.transfers[1]),
+                  TransferLeaf(&owner.transfers[2])} {}
+
+  Owner& owner;
+  FairNode turn;
+  TransferLeaf transfers[size_t(Transfer::kCount)];
+};
+
+struct RingWork : FairNode {
+  // Runs that may be under way at once: none waits for the disk behind more than these, none is begun beyond them.
+  static constexpr uint32_t kWindow = 128;
+
+  RingWork(Worker& worker, std::unique_ptr<RingConsumer> ring)
+      : FairNode(&worker.turns->turn), worker(worker), consumer(std::move(ring)) {}
+
+  RunTask& new_task() {
+    if (spare.empty()) spare.push_back(std::make_unique<RunTask>());
+    tasks.push_back(std::move(spare.back()));
+    spare.pop_back();
+    RunTask& t = *tasks.back();
+    t.at = uint32_t(tasks.size() - 1);
+    ++live;
+    return t;
+  }
+  // The run is over and nothing of it is in flight or pinned.
+  void free_task(RunTask& t) {
+    uint32_t at = t.at;
+    std::swap(tasks[at], tasks.back());
+    tasks[at]->at = at;
+    if (spare.size() < kWindow) spare.push_back(std::move(tasks.back()));
+    tasks.pop_back();
+  }
+
+  Worker& worker;
+  std::unique_ptr<RingConsumer> consumer;
+  std::vector<std::unique_ptr<RunTask>> tasks, spare;
+  uint32_t live = 0;  // tasks that have not ended
+  TaskList ready, delayed, starved, watching;
+  bool look_for_frames = false;       // frames may have become free since `starved` last found none
+  TakenTicket* cancelling = nullptr;  // a CANCEL ticket that is being carried out
+  Run promoting{};                    // the PROMOTE run that is being looked through
+  uint32_t promoted = 0;              // pairs of it
+  uint64_t last_progress_ns = 0;
+};
+
+}  // namespace headgate

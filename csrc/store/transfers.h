@@ -1,0 +1,66 @@
+// Which read or write the disk gets next: decode before bulk before read-ahead, fair by bytes among owners and workers.
+#pragma once
+
+#include <cstdint>
+
+#include "store/gather_path.h"
+#include "store/read_ahead.h"
+#include "store/store_path.h"
+
+namespace headgate {
+
+// Holds runs, not requests: a block is claimed and a write buffer filled only when the request is submitted, so what
+// waits here keeps nobody else waiting. Used by one copy thread.
+class Transfers {
+ public:
+  Transfers(IoEngine& io, GatherPath& gather, StorePath& store, ReadAhead& ahead, uint64_t bulk_bytes_max)
+      : io_(io), gather_(gather), store_(store), ahead_(ahead), bulk_bytes_max_(bulk_bytes_max) {}
+
+  FairNode (&roots()) [size_t(Transfer::kCount)] { return roots_; } void add(RunTask& t);
+  // The run has nothing to transfer any more, or is given up.
+  void remove(RunTask& t);
+  // Queues the next few requests. Calls settled(run) for each run of which everything is queued. True if it did any.
+  template <typename Settled>
+  bool pump(Settled settled) {
+    uint64_t before = queued_;
+    while (queued_ - before < kAtOnce && io_.room() > 0) {
+      RunTask* t = next();
+      if (!t) break;
+      if (!over(*t)) transfer(*t);
+      if (!over(*t)) continue;
+      remove(*t);
+      settled(*t);
+    }
+    bool ahead = !waiting() && ahead_.pump();
+    return queued_ > before || ahead;
+  }
+  void landed(const Io& io);
+
+ private:
+  static constexpr uint64_t kAtOnce = 8;            // requests; a submit of more would hold up hot tickets
+  static constexpr uint32_t kDecodeBeforeBulk = 7;  // requests, while both wait
+
+  static bool over(const RunTask& t) {
+    return t.op == Op::kStore ? StorePath::all_written(t) : t.fault != Fault::kNone || GatherPath::all_claimed(t);
+  }
+  RunTask* next();
+  bool bulk_has_room() const;
+  bool ready(Transfer kind) { return roots_[size_t(kind)].busy() && (kind != Transfer::kStore || store_.room()); }
+  bool waiting() const;
+  RunTask* front(Transfer kind);
+  void transfer(RunTask& t);
+
+  IoEngine& io_;
+  GatherPath& gather_;
+  StorePath& store_;
+  ReadAhead& ahead_;
+  const uint64_t bulk_bytes_max_;  // in flight: a decode read waits behind no more
+  FairNode roots_[size_t(Transfer::kCount)];
+  uint64_t bulk_bytes_ = 0;  // in flight
+  uint32_t bulk_requests_ = 0;
+  uint32_t decode_in_a_row_ = 0;
+  uint64_t served_[size_t(Transfer::kCount)] = {};  // bytes
+  uint64_t queued_ = 0;                             // requests, and claims that found nothing to read
+};
+
+}  // namespace headgate

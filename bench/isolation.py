@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from kvstore_service.private import DAEMON_ARGV, PrivateDaemon
 
 from bench.neighbour import (
     BULK_RECORDS,
@@ -33,7 +34,6 @@ from bench.neighbour import (
 from bench.store import counters, scratch
 from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.client import RingGeometry
-from kvstore_service.private import DAEMON_ARGV, PrivateDaemon
 
 HOT_P99_US_MAX = 1000
 SHARE_MIN = 0.45

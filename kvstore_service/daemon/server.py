@@ -98,13 +98,12 @@ class Daemon:
             "slots_max": config.slots_max,
             "workers_max": Limits.workers,
         }
-        plane = getattr(self.data_plane, "histograms", dict)
         return Measures(
             self.store.operation.counters,
             limits,
             self.store.operation.users,
             self._latencies.histograms,
-            plane,
+            self.data_plane.histograms,
             __version__,
         )
 

@@ -3,7 +3,7 @@
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -15,8 +15,18 @@ from kvstore_service._proto import admin_service_pb2 as admin_pb
 from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
-from kvstore_service.client import AdminClient, KindSpec, Layout, RingGeometry, StoreClient, StoreError
+from kvstore_service.client import (
+    AdminClient,
+    KindSpec,
+    Layout,
+    PackRef,
+    PackReservation,
+    RingGeometry,
+    StoreClient,
+    StoreError,
+)
 from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.daemon.store.registry import Limits, Registry
 from kvstore_service.shared import wire
 from tests.daemon_process import Daemon
 
@@ -225,3 +235,69 @@ def test_tcp_serves_operators_by_the_name_in_their_certificate(tmp_path: Path, s
         (tmp_path / "client.key").unlink()
         with pytest.raises(StoreError, match=r"client\.key"):
             AdminClient.connect_tls(address, tmp_path)
+
+
+def test_reasons_tell_causes_apart_that_share_a_code(tmp_path: Path) -> None:
+    options = ("--sessions-max=1", "--nvme-bytes=1MiB", "--copy-threads=1", "--worker-bytes-max=32MiB")
+    with Daemon(tmp_path, options=options) as daemon, StoreClient.connect(daemon.socket, daemon.broker) as client:
+
+        def refused(act: Callable[[], object]) -> tuple[str, str]:
+            with pytest.raises(StoreError) as raised:
+                act()
+            return raised.value.code, raised.value.reason
+
+        pack = PackRef(b"p" * 32, b"b" * 16, 0, 256)
+        reservation = PackReservation(0, 256, b"d" * 32)
+        session = client.open_session(LAYOUT, 1024)
+        seen = [
+            refused(lambda: client.close_session("nonsense")),
+            refused(lambda: client.unbind_slot(3)),
+            refused(lambda: client.commit_pack(session, [7])),
+            refused(lambda: client.attach_packs(session, [pack])),
+            refused(lambda: client.reserve_pack(session, [reservation])),
+            refused(lambda: client.open_session(LAYOUT, 1024)),
+            refused(lambda: client.register_worker(1, 64 << 20, 4096, [RingGeometry(8, 8, 64)])),
+        ]
+        client.register_worker(1, 4096, 4096, [RingGeometry(8, 8, 64)]).close()
+        chain = [PackReservation(index * 256, 256, bytes([index]) * 32) for index in range(4)]
+        seen.append(refused(lambda: client.reserve_pack(session, chain)))
+        connection = BrokerConnection(daemon.broker, "short", 5.0)
+        connection.close()
+        client._connection.token = connection.token
+        seen.append(refused(lambda: client.close_session(session)))
+    assert seen == [
+        ("NOT_FOUND", "SESSION_UNKNOWN"),
+        ("NOT_FOUND", "SLOT_NOT_BOUND"),
+        ("NOT_FOUND", "UPLOAD_UNKNOWN"),
+        ("NOT_FOUND", "PACK_NOT_STORED"),
+        ("FAILED_PRECONDITION", "NOT_REGISTERED"),
+        ("RESOURCE_EXHAUSTED", "LIMIT_REACHED"),
+        ("RESOURCE_EXHAUSTED", "LIMIT_REACHED"),
+        ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED"),
+        ("UNAUTHENTICATED", "TOKEN_UNKNOWN"),
+    ]
+
+
+def test_users_share_what_there_is_equally() -> None:
+    registry = Registry(Limits.shared(2, sessions=8, slots=8, worker_bytes=1 << 30, machine_bytes=2 << 30))
+    hog, other = registry.add_worker(1000, 1, "hog"), registry.add_worker(1001, 2, "other")
+
+    def full(act: Callable[[], object]) -> str:
+        with pytest.raises(StoreError) as raised:
+            act()
+        assert raised.value.code == "RESOURCE_EXHAUSTED"
+        return raised.value.violations[0].subject
+
+    for _ in range(4):
+        registry.open(hog, LAYOUT, 256)
+    assert full(lambda: registry.open(hog, LAYOUT, 256)) == "sessions_max of user id 1000"
+    assert full(lambda: registry.grant(hog, 5, 1)) == "slots_max of user id 1000"
+    assert full(lambda: registry.grant(hog, 1, (1 << 30) + 1)) == "worker_bytes_max"
+    registry.grant(hog, 4, 1 << 30)
+    second = registry.add_worker(1000, 3, "second")
+    assert full(lambda: registry.grant(second, 0, 1)) == "memory of user id 1000"
+    for _ in range(4):  # nothing of it is at the other's cost
+        registry.open(other, LAYOUT, 256)
+    registry.grant(other, 4, 1 << 30)
+    registry.remove_worker(hog)
+    registry.grant(second, 4, 1 << 30)

@@ -275,7 +275,9 @@ class Catalog:
         """What can be served under this id. DATA_LOSS for a damaged pack."""
         row, damage = self._select(pack_id)
         if damage is not None:
-            raise StoreError("DATA_LOSS", f"pack {pack_id.hex()} is damaged ({damage}); write it again")
+            raise StoreError(
+                "DATA_LOSS", f"pack {pack_id.hex()} is damaged ({damage}); write it again", reason="PACK_DAMAGED"
+            )
         return row
 
     def served(self, pack_id: bytes) -> PackRow | None:
@@ -287,7 +289,7 @@ class Catalog:
         """The row, of a damaged pack too. NOT_FOUND."""
         row, _ = self._select(pack_id)
         if row is None:
-            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored")
+            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored", reason="PACK_NOT_STORED")
         return row
 
     def _select(self, pack_id: bytes) -> tuple[PackRow | None, str | None]:
@@ -336,7 +338,7 @@ class Catalog:
         with self._lock:
             row = self._db.execute(query, (pack_id,)).fetchone()
         if row is None:
-            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored")
+            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored", reason="PACK_NOT_STORED")
         return replace(self._listed(row), sidecars=tuple(self.sidecar_kinds(pack_id)))
 
     def _listed(self, values: Sequence[Any]) -> ListedPack:
@@ -397,13 +399,15 @@ class Catalog:
         name, build = row.ref.pack_id, row.ref.build
         with self._transaction() as db:
             if self._pinned(db, name):
-                raise StoreError("FAILED_PRECONDITION", f"pack {name.hex()} is pinned; unpin it first")
+                raise StoreError(
+                    "FAILED_PRECONDITION", f"pack {name.hex()} is pinned; unpin it first", reason="PACK_PINNED"
+                )
             held = db.execute("SELECT children FROM packs WHERE pack_id = ? AND build = ?", (name, build)).fetchone()
             if held is None:
-                raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored")
+                raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored", reason="PACK_NOT_STORED")
             if held[0]:
                 reason = f"pack {name.hex()} is continued by {held[0]} packs; evict its descendants with it"
-                raise StoreError("FAILED_PRECONDITION", reason)
+                raise StoreError("FAILED_PRECONDITION", reason, reason="PACK_CONTINUED")
             sidecar_files, sidecar_bytes = _drop_sidecars(db, name)
             db.execute("DELETE FROM packs WHERE pack_id = ?", (name,))
         self._remove_files(row, sidecar_files)
@@ -461,7 +465,7 @@ class Catalog:
         with self._transaction() as db:
             for name in pack_ids:
                 if pinned and not _exists(db, name):
-                    raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored")
+                    raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored", reason="PACK_NOT_STORED")
                 until = until_s if pinned else None
                 db.execute("UPDATE packs SET pinned_until_s = ? WHERE pack_id = ?", (until, name))
 

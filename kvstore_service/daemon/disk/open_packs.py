@@ -134,7 +134,9 @@ class OpenPacks:
         """DATA_LOSS, and a mark, if what costs no read shows damage: a block that an open pack's readers have met, or
         a file that is gone, has another size or is none."""
         if self._found_damaged(row):
-            raise StoreError("DATA_LOSS", f"pack {row.ref.pack_id.hex()} is damaged; write it again")
+            raise StoreError(
+                "DATA_LOSS", f"pack {row.ref.pack_id.hex()} is damaged; write it again", reason="PACK_DAMAGED"
+            )
         with self._changed:
             known = row.ref.build in self._open
         if not known:

@@ -90,7 +90,9 @@ def content_bytes(catalog: Catalog, key: SidecarKey) -> int:
     """NOT_FOUND."""
     row = catalog.sidecar(key)
     if row is None:
-        raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
+        raise StoreError(
+            "NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}", reason="SIDECAR_NOT_STORED"
+        )
     return row.file_bytes - file_bytes(key, 0)
 
 

@@ -61,7 +61,7 @@ class Replies:
 
 def _repeat(first: tuple[bytes, Future[bytes]], digest: bytes, timeout_s: float) -> bytes:
     if first[0] != digest:
-        raise StoreError("INVALID_ARGUMENT", "the idempotency key was used with another request")
+        raise StoreError("INVALID_ARGUMENT", "the idempotency key was used with another request", reason="KEY_REUSED")
     try:
         return first[1].result(timeout_s)
     except FutureTimeout:

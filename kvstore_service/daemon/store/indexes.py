@@ -54,7 +54,9 @@ class Indexes:
         if key.kind != "map":
             shared = sidecars.share(self._state.catalog, key)
             if shared is None:
-                raise StoreError("NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}")
+                raise StoreError(
+                    "NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}", reason="SIDECAR_NOT_STORED"
+                )
             return shared
         with self._state.open_packs.using(row) as handle, native.errors():
             return memory.of_bytes("kvstore-map", np.ascontiguousarray(self._state.plane.read_map(handle)).tobytes())

@@ -128,7 +128,9 @@ class Registry:
         with self._lock:
             worker = self._workers.get(token)
         if worker is None:
-            raise StoreError("UNAUTHENTICATED", "unknown or expired token; connect to the broker again")
+            raise StoreError(
+                "UNAUTHENTICATED", "unknown or expired token; connect to the broker again", reason="TOKEN_UNKNOWN"
+            )
         return worker
 
     def grant(self, worker: Worker, slots: int, memory_bytes: int) -> None:
@@ -160,7 +162,9 @@ class Registry:
         with self._lock:
             for row in packs:
                 if row.ref.pack_id in self._condemned:
-                    raise StoreError("NOT_FOUND", f"pack {row.ref.pack_id.hex()} is being evicted")
+                    raise StoreError(
+                        "NOT_FOUND", f"pack {row.ref.pack_id.hex()} is being evicted", reason="PACK_EVICTED"
+                    )
             session.packs.extend(packs)
             self._references.update(row.ref.pack_id for row in packs)
 
@@ -178,10 +182,14 @@ class Registry:
         with self._lock:
             if count := self._references[pack_id]:
                 raise StoreError(
-                    "FAILED_PRECONDITION", f"pack {pack_id.hex()} is attached to {count} sessions; close them first"
+                    "FAILED_PRECONDITION",
+                    f"pack {pack_id.hex()} is attached to {count} sessions; close them first",
+                    reason="PACK_ATTACHED",
                 )
             if pack_id in self._condemned:
-                raise StoreError("ABORTED", f"pack {pack_id.hex()} is being evicted by another call")
+                raise StoreError(
+                    "ABORTED", f"pack {pack_id.hex()} is being evicted by another call", reason="PACK_EVICTED"
+                )
             self._condemned.add(pack_id)
         try:
             yield
@@ -206,7 +214,9 @@ class Registry:
         """NOT_FOUND also for another worker's session: ids are no capability."""
         session = worker.sessions.get(session_id)
         if session is None:
-            raise StoreError("NOT_FOUND", f"session {session_id!r} is not open for this worker")
+            raise StoreError(
+                "NOT_FOUND", f"session {session_id!r} is not open for this worker", reason="SESSION_UNKNOWN"
+            )
         return session
 
     def find(self, session_id: str) -> Session:
@@ -214,7 +224,7 @@ class Registry:
         with self._lock:
             session = self._sessions.get(session_id)
         if session is None:
-            raise StoreError("NOT_FOUND", f"session {session_id!r} is not open")
+            raise StoreError("NOT_FOUND", f"session {session_id!r} is not open", reason="SESSION_UNKNOWN")
         return session
 
     def references(self, pack_id: bytes) -> int:

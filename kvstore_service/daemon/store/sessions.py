@@ -74,12 +74,22 @@ class Sessions:
         end, parent = session.tokens, session.packs[-1].ref.pack_id if session.packs else NO_PARENT
         for row in rows:
             if (row.ref.first_token, row.parent) != (end, parent):
-                raise StoreError("FAILED_PRECONDITION", f"pack {row.ref.pack_id.hex()} does not continue token {end}")
+                raise StoreError(
+                    "FAILED_PRECONDITION",
+                    f"pack {row.ref.pack_id.hex()} does not continue token {end}",
+                    reason="CHAIN_BROKEN",
+                )
             if row.layout != session.layout:
-                raise StoreError("FAILED_PRECONDITION", f"pack {row.ref.pack_id.hex()} has another layout")
+                raise StoreError(
+                    "FAILED_PRECONDITION", f"pack {row.ref.pack_id.hex()} has another layout", reason="LAYOUT_DIFFERS"
+                )
             end, parent = row.ref.end, row.ref.pack_id
         if end > session.declared_max_tokens:
-            raise StoreError("FAILED_PRECONDITION", f"{end} tokens; the session declared {session.declared_max_tokens}")
+            raise StoreError(
+                "FAILED_PRECONDITION",
+                f"{end} tokens; the session declared {session.declared_max_tokens}",
+                reason="TOKENS_EXCEEDED",
+            )
 
     def extend(self, session: Session, rows: Sequence[PackRow]) -> None:
         """All or none. Every pack is open before the first slot is told, so that only the end of the worker or of the

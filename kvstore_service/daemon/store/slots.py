@@ -29,11 +29,15 @@ class Slots:
             if [(ref.pack_id, ref.build) for ref in refs] != [
                 (row.ref.pack_id, row.ref.build) for row in session.packs
             ]:
-                raise StoreError("FAILED_PRECONDITION", "the list of packs is not the session's; load its maps again")
+                raise StoreError(
+                    "FAILED_PRECONDITION",
+                    "the list of packs is not the session's; load its maps again",
+                    reason="LIST_DIFFERS",
+                )
             if windows.shape != (session.layout.layers * kind.lanes, 2):
                 raise StoreError("INVALID_ARGUMENT", f"{len(windows)} windows; one per layer and lane is needed")
             if slot in worker.bound:
-                raise StoreError("FAILED_PRECONDITION", f"slot {slot} is bound; unbind it first")
+                raise StoreError("FAILED_PRECONDITION", f"slot {slot} is bound; unbind it first", reason="SLOT_BOUND")
             binding = Binding(session, [], 0)
             try:
                 handles = []

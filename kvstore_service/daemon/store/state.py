@@ -83,7 +83,7 @@ class State:
             raise StoreError("UNAVAILABLE", "the daemon is draining", retry_after_s=5.0, reason="DRAINING")
         with worker.lock:
             if worker.gone:
-                raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended")
+                raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended", reason="TOKEN_UNKNOWN")
             yield
 
     def served(self, name: bytes, worker: Worker) -> PackRow | None:
@@ -123,9 +123,13 @@ class State:
     def keyed_row(self, key: SidecarKey, worker: Worker) -> PackRow:
         row = self.catalog.pack(key.pack_id)
         if row is None or row.tenant != worker.tenant:
-            raise StoreError("NOT_FOUND", f"pack {key.pack_id.hex()} is not stored")
+            raise StoreError("NOT_FOUND", f"pack {key.pack_id.hex()} is not stored", reason="PACK_NOT_STORED")
         if row.ref.build != key.build:
-            raise StoreError("FAILED_PRECONDITION", f"pack {key.pack_id.hex()} has build {row.ref.build.hex()}")
+            raise StoreError(
+                "FAILED_PRECONDITION",
+                f"pack {key.pack_id.hex()} has build {row.ref.build.hex()}",
+                reason="BUILD_DIFFERS",
+            )
         self.open_packs.check(row)
         return row
 
@@ -185,5 +189,5 @@ class State:
 
 def registered(worker: Worker) -> int:
     if worker.native_id is None:
-        raise StoreError("FAILED_PRECONDITION", "register the worker's memory first")
+        raise StoreError("FAILED_PRECONDITION", "register the worker's memory first", reason="NOT_REGISTERED")
     return worker.native_id

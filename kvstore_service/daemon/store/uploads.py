@@ -336,7 +336,9 @@ class Uploads:
                 open_rows = (u.row for u in self._uploads.values() if u.row.ref.pack_id == name)
                 row = next(open_rows, None)
         if row is None or row.tenant != worker.tenant:
-            raise StoreError("NOT_FOUND", f"parent {name.hex()} is neither stored nor being written")
+            raise StoreError(
+                "NOT_FOUND", f"parent {name.hex()} is neither stored nor being written", reason="PARENT_NOT_STORED"
+            )
         return row.ref.end
 
     def _served(self, name: bytes) -> PackRow | None:
@@ -393,7 +395,7 @@ class Uploads:
             return CommittedPack(None, error=error)
         if missing:
             reason = f"upload {upload.upload_id} lacks {missing} segments; store them first"
-            return CommittedPack(None, error=StoreError("FAILED_PRECONDITION", reason))
+            return CommittedPack(None, error=StoreError("FAILED_PRECONDITION", reason, reason="UPLOAD_INCOMPLETE"))
         orphan = self._parent_error(upload, ready)
         return CommittedPack(None, error=orphan) if orphan is not None else None
 
@@ -445,7 +447,7 @@ class Uploads:
         with self._lock:
             upload = self._uploads.get(upload_id)
         if upload is None or upload.worker is not worker:
-            raise StoreError("NOT_FOUND", f"upload {upload_id} is not open for this worker")
+            raise StoreError("NOT_FOUND", f"upload {upload_id} is not open for this worker", reason="UPLOAD_UNKNOWN")
         return upload
 
     def _path(self, row: PackRow) -> Path:
@@ -468,4 +470,8 @@ def _check(item: PackReservation, pack_tokens: int) -> None:
 
 
 def _orphaned(parent: bytes) -> StoreError:
-    return StoreError("FAILED_PRECONDITION", f"parent {parent.hex()} is not stored; commit it before or with this one")
+    return StoreError(
+        "FAILED_PRECONDITION",
+        f"parent {parent.hex()} is not stored; commit it before or with this one",
+        reason="PARENT_NOT_STORED",
+    )

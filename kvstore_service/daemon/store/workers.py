@@ -50,7 +50,9 @@ class Workers:
         with self._state.acting(worker, new=True):
             if worker.native_id is not None:
                 raise StoreError(
-                    "FAILED_PRECONDITION", "registered already; connect to the broker again for new memory"
+                    "FAILED_PRECONDITION",
+                    "registered already; connect to the broker again for new memory",
+                    reason="REGISTERED_ALREADY",
                 )
             memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings)
             self._state.registry.grant(worker, slots, memory_bytes)

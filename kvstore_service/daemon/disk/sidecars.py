@@ -116,13 +116,8 @@ def open_file(path: str) -> tuple[SidecarKey, int]:
         raise ValueError(f"in its place stands {what_is(mode)}")
     with memory.Owned(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         head = os.pread(file.fd, _HEAD.size, 0)
-        if len(head) < _HEAD.size:
-            raise ValueError(f"{len(head)} B are no sidecar")
-        magic, key_bytes, size_bytes = _HEAD.unpack(head)
-        first = _HEAD.size + key_bytes
-        if magic != _MAGIC or first + size_bytes + _CRC.size != os.fstat(file.fd).st_size:
-            raise ValueError("its size is not what its head says")
-        encoded = os.pread(file.fd, key_bytes, _HEAD.size)
+        first, size_bytes = _content_of(head, os.fstat(file.fd).st_size)
+        encoded = os.pread(file.fd, first - _HEAD.size, _HEAD.size)
         shared = memory.create("kvstore-sidecar", size_bytes)
         try:
             _copy(file.fd, shared, first, size_bytes)
@@ -135,6 +130,25 @@ def open_file(path: str) -> tuple[SidecarKey, int]:
             os.close(shared)
             raise
     return _decoded(encoded), shared
+
+
+def parse(blob: bytes) -> tuple[SidecarKey, bytes]:
+    """(key, content) of a whole file. ValueError if it is not."""
+    first, size_bytes = _content_of(blob[: _HEAD.size], len(blob))
+    if zlib.crc32(memoryview(blob)[: -_CRC.size]) != _CRC.unpack_from(blob, len(blob) - _CRC.size)[0]:
+        raise ValueError("it fails its checksum")
+    return _decoded(blob[_HEAD.size : first]), blob[first : first + size_bytes]
+
+
+def _content_of(head: bytes, held_bytes: int) -> tuple[int, int]:
+    """(offset, bytes) of the content. ValueError if the head is none, or the file's size is not what it says."""
+    if len(head) < _HEAD.size:
+        raise ValueError(f"{len(head)} B are no sidecar")
+    magic, key_bytes, size_bytes = _HEAD.unpack(head)
+    first: int = _HEAD.size + key_bytes
+    if magic != _MAGIC or first + size_bytes + _CRC.size != held_bytes:
+        raise ValueError("its size is not what its head says")
+    return first, size_bytes
 
 
 def _copy(file: int, shared: int, first: int, size_bytes: int) -> None:

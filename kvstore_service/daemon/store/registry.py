@@ -69,7 +69,7 @@ class Worker:
     """A process that the broker let in. It may call as long as its broker connection lives.
 
     `lock` serialises its calls with each other and with its release; `gone` is final. `closed`: its latest sessions
-    that have ended."""
+    that have ended; `unbound`: slots that were bound once."""
 
     token: str
     uid: int
@@ -85,6 +85,7 @@ class Worker:
     rings: tuple[RingGeometry, ...] = ()
     sessions: dict[str, Session] = field(default_factory=dict)
     bound: dict[int, Binding] = field(default_factory=dict)
+    unbound: set[int] = field(default_factory=set)
     closed: deque[str] = field(default_factory=lambda: deque(maxlen=CLOSED_MAX))
     joined_s: float = field(default_factory=time.monotonic)
 

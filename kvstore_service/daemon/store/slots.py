@@ -62,11 +62,12 @@ class Slots:
     def release(self, worker: Worker, slot: int) -> None:
         """For a caller that holds the worker's lock."""
         if slot not in worker.bound:
-            if slot < worker.slots:
+            if slot in worker.unbound:
                 return
-            raise StoreError("NOT_FOUND", f"slot {slot}; the worker has {worker.slots}")
+            raise StoreError("NOT_FOUND", f"slot {slot} is not bound")
         with native.errors():
             self._state.plane.unbind(registered(worker), slot)
         binding = worker.bound.pop(slot)
+        worker.unbound.add(slot)
         binding.session.slots.discard(slot)
         self._state.release_packs(binding)

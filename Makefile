@@ -1,6 +1,7 @@
 .PHONY: setup demo test soak check format clean
 
 SOAK_MINUTES ?= 60
+PRESSURE_MINUTES ?= 10
 
 setup:
 	@scripts/setup.sh
@@ -14,6 +15,7 @@ test: setup check
 # One line per soak; each adds its counts to bench/results/reliability.json.
 soak: setup
 	@.venv/bin/python -m tests.crash.soak --minutes $(SOAK_MINUTES)
+	@.venv/bin/python -m tests.crash.pressure --minutes $(PRESSURE_MINUTES)
 	@.venv/bin/python -m tests.hostile.fuzz
 
 check: setup

@@ -4,13 +4,16 @@
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import re
+import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import shtab
@@ -23,9 +26,13 @@ from rich.table import Table
 
 from kvstore_service.client import AdminClient
 from kvstore_service.shared.settings import ConfigError, Parser, default_broker, default_socket
-from kvstore_service.shared.types import StoreError, format_size
+from kvstore_service.shared.types import PACK_ID_BYTES, StoreError, format_size, parse_size
 
 ID_DIGITS = 16
+ALIGNED = 200  # rows that say how wide the columns are
+EVICT_BATCH = 500
+CALL_S = 10.0
+TIMES = ("created_s", "last_used_s", "at_s")
 POLL_S = 0.2
 
 Row = dict[str, Any]
@@ -51,6 +58,30 @@ class Output:
         for row in rows:
             table.add_row(*(_cell(name, value) for name, value in row.items()))
         self.console.print(table)
+
+    def stream(self, title: str, rows: Iterable[Row]) -> None:
+        """Like `rows`, for any number of them: each is shown when it comes."""
+        if self.as_json:
+            self._stream_json(rows)
+            return
+        rows = iter(rows)
+        first = [{name: _cell(name, value) for name, value in row.items()} for row in itertools.islice(rows, ALIGNED)]
+        if not first:
+            self.console.print(f"no {title}")
+            return
+        widths = {name: max(len(name), *(len(row[name]) for row in first)) for name in first[0]}
+        print(title)
+        print(" ".join(name.ljust(width) for name, width in widths.items()).rstrip())
+        later = ({name: _cell(name, value) for name, value in row.items()} for row in rows)
+        for row in itertools.chain(first, later):
+            print(" ".join(row[name].ljust(width) for name, width in widths.items()).rstrip())
+
+    def _stream_json(self, rows: Iterable[Row]) -> None:
+        separator = "[\n"
+        for row in rows:
+            print(separator + json.dumps(row), end="")
+            separator = ",\n"
+        print("[]" if separator == "[\n" else "\n]")
 
     def values(self, title: str, values: Row) -> None:
         if self.as_json:
@@ -96,14 +127,27 @@ def describe(client: AdminClient, output: Output, arguments: argparse.Namespace)
 
 
 def packs(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
-    output.rows("packs", [_plain(item) for item in client.list_packs()])
+    output.stream("packs", map(_plain, client.list_packs(**_filters(arguments))))
     return 0
+
+
+def _filters(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "tenant": _tenant(arguments.tenant) if arguments.tenant else "",
+        "damaged": arguments.damaged,
+        "pinned": arguments.pinned,
+        "unused": arguments.unused,
+        "idle_s": arguments.older_than,
+    }
 
 
 def _pinning(pinned: bool) -> "Command":
     def command(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
         wanted, done = _pack_ids(client, arguments.packs), "pinned" if pinned else "unpinned"
-        (client.pin if pinned else client.unpin)(wanted)
+        if pinned:
+            client.pin(wanted, arguments.ttl)
+        else:
+            client.unpin(wanted)
         if output.as_json:
             output.values("", {done: [name.hex() for name in wanted]})
         else:
@@ -115,19 +159,19 @@ def _pinning(pinned: bool) -> "Command":
 
 def evict(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
     """1 if a pack stays that should have gone."""
-    wanted = _pack_ids(client, arguments.packs)
+    chosen = {item.pack_id: item for item in client.packs_named(_pack_ids(client, arguments.packs))}
     if arguments.unused:
-        newest_s = time.time() - arguments.older_than
-        wanted += [
-            item.pack_id
-            for item in client.list_packs()
-            if not (item.references or item.pinned or item.created_s > newest_s or item.pack_id in wanted)
-        ]
+        chosen |= {item.pack_id: item for item in client.list_packs(unused=True, idle_s=arguments.older_than)}
     if arguments.dry_run:
-        chosen = [_plain(item) for item in client.list_packs() if item.pack_id in wanted]
-        output.rows("packs that would be evicted", chosen)
+        output.stream("packs that would be evicted", map(_plain, chosen.values()))
         return 0
-    results = client.evict(wanted, arguments.descendants) if wanted else []
+    # Packs go before those that they continue, over all calls.
+    wanted = sorted(chosen, key=lambda name: -chosen[name].first_token)
+    results = [
+        result
+        for first in range(0, len(wanted), EVICT_BATCH)
+        for result in client.evict(wanted[first : first + EVICT_BATCH], arguments.descendants)
+    ]
     stayed = [
         {"pack_id": item.pack_id.hex(), "code": code_pb2.Code.Name(item.code), "reason": item.message}
         for item in results
@@ -154,7 +198,7 @@ def audit(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
 def drain(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
     """1 if sessions are still open after --wait."""
     client.drain()
-    deadline = time.monotonic() + arguments.wait
+    deadline = min(time.monotonic() + arguments.wait, client.deadline_s)
     while (left := client.get_status().sessions) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if output.as_json:
@@ -167,8 +211,65 @@ def drain(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
 def token(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
     """Until Ctrl-C, SIGTERM or the end of stdin: the token ends with this connection."""
     print(client.token, flush=True)
-    sys.stdin.read()
+    while (left_s := client.deadline_s - time.monotonic()) > 0:
+        ready, _, _ = select.select([sys.stdin], [], [], min(left_s, 3600.0))
+        if ready and not os.read(sys.stdin.fileno(), 4096):
+            break
     return 0
+
+
+def workers(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    output.rows("workers", [_plain(item) for item in client.list_workers()])
+    return 0
+
+
+def uploads(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    output.stream("uploads", map(_plain, client.list_uploads()))
+    return 0
+
+
+def kill(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    gone = client.kill_worker(arguments.worker)
+    if output.as_json:
+        output.values("", _plain(gone))
+    else:
+        output.console.print(f"worker {gone.name}, pid {gone.pid}, of {gone.tenant}: its connection is ended")
+    return 0
+
+
+def watch(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """One line per event until Ctrl-C or --timeout."""
+    try:
+        for event in client.watch(arguments.kinds):
+            row = _plain(event)
+            if output.as_json:
+                print(json.dumps(row), flush=True)
+            elif event.kind != "watch":
+                at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(event.at_s))
+                lost = f" ({event.dropped} events lost)" if event.dropped else ""
+                parts = (at, event.kind, event.tenant, event.pack_id.hex()[:ID_DIGITS], event.detail)
+                print(" ".join(part for part in parts if part) + lost, flush=True)
+    except StoreError as error:
+        if error.code != "DEADLINE_EXCEEDED":
+            raise
+    return 0
+
+
+def explain(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    output.rows("findings", [_plain(item) for item in client.explain(arguments.subject)])
+    return 0
+
+
+def quota(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    if arguments.size is not None:
+        client.set_quota(_tenant(arguments.tenant), arguments.size)
+    rows = [_plain(item) for item in client.list_quotas()]
+    output.rows("quotas", [row for row in rows if not arguments.tenant or row["tenant"] == _tenant(arguments.tenant)])
+    return 0
+
+
+def _tenant(text: str) -> str:
+    return f"uid-{text}" if text.isdecimal() else text
 
 
 def config(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
@@ -227,8 +328,9 @@ def _common(suppress: bool) -> Parser:
     )
     flags.add_argument("--format", choices=("table", "json"), default=default("table"), help="(default: table)")
     flags.add_argument(
-        "--timeout", type=_seconds, default=default(10.0), metavar="S", help="deadline of a call (default: 10)"
-    )
+        "--timeout", type=_seconds, default=default(None), metavar="S",
+        help=f"deadline of the whole command (default: {CALL_S:g} for each of its calls)",
+    )  # fmt: skip
     return flags
 
 
@@ -250,15 +352,26 @@ def parser() -> argparse.ArgumentParser:
     add("status", status, "state, sizes and counters")
     add("sessions", sessions, "open sessions")
     add("describe", describe, "one session and its packs").add_argument("session")
-    add("packs", packs, "stored packs")
-    add_packs(add("pin", _pinning(True), "protect packs from eviction, durably"), "+")
+    listing = add("packs", packs, "stored packs")
+    listing.add_argument("--tenant", default="", metavar="UID", help="only this user's")
+    listing.add_argument("--damaged", action="store_true", help="only those that failed a check")
+    listing.add_argument("--pinned", action="store_true", help="only pinned ones")
+    listing.add_argument("--unused", action="store_true", help="only those that no session uses and nobody pinned")
+    listing.add_argument(
+        "--older-than", type=_age, default=0.0, metavar="AGE", help="only those not used for 30m, 12h, 7d"
+    )
+    pinning = add("pin", _pinning(True), "protect packs from eviction, durably")
+    add_packs(pinning, "+")
+    pinning.add_argument(
+        "--ttl", type=_age, default=0.0, metavar="AGE", help="the pin ends by itself after 30m, 12h, 7d"
+    )
     add_packs(add("unpin", _pinning(False), "let packs be evicted again"), "+")
     removal = add("evict", evict, "remove packs with their sidecars from the store")
     add_packs(removal, "*")
     removal.add_argument("--descendants", action="store_true", help="also the packs that continue them")
     removal.add_argument("--unused", action="store_true", help="also every pack that no session uses and nobody pinned")
     removal.add_argument(
-        "--older-than", type=_age, default=0.0, metavar="AGE", help="of --unused only those older: 30m, 12h, 7d"
+        "--older-than", type=_age, default=0.0, metavar="AGE", help="of --unused only those not used for 30m, 12h, 7d"
     )
     removal.add_argument("--dry-run", action="store_true", help="only show which packs would go")
     add_packs(add("verify", verify, "read every block and check its CRC"), "*", " (default: all)")
@@ -267,6 +380,21 @@ def parser() -> argparse.ArgumentParser:
     add("drain", drain, "refuse new work from now on; SIGTERM then ends the daemon").add_argument(
         "--wait", type=_seconds, default=0.0, metavar="S", help="until no session is open, at most S seconds"
     )
+    add("workers", workers, "peers of the broker: workers, and operators, who have no memory")
+    add("uploads", uploads, "packs that are being written")
+    add("kill", kill, "end a worker's connection and all that it holds").add_argument(
+        "worker", metavar="WORKER", help="its id, pid or name"
+    )
+    add("watch", watch, "commits, evictions, damage, workers, quotas, drains as they happen").add_argument(
+        "kinds", nargs="*", metavar="KIND", help="only these: commit damage drain evict quota upload worker"
+    )
+    add("explain", explain, "why a prompt, a pack or a session is found or not, fast or slow").add_argument(
+        "subject", nargs="?", default="", metavar="SUBJECT",
+        help="a session, or the beginning of a pack's id or of a prompt's last digest (default: the latest lookups)",
+    )  # fmt: skip
+    bound = add("quota", quota, "what users store and may store on disk; set it with SIZE")
+    bound.add_argument("tenant", nargs="?", default="", metavar="UID")
+    bound.add_argument("size", nargs="?", type=_quota_size, metavar="SIZE", help="such as 8GiB, or none")
     add("token", token, "print a token for other gRPC clients (grpcurl); it is valid while this command runs")
     completion = commands.add_parser("completion", help="print the completion script of a shell", allow_abbrev=False)
     completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
@@ -283,6 +411,16 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _quota_size(text: str) -> int:
+    try:
+        size_bytes = 0 if text == "none" else parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if text != "none" and size_bytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a size above 0, or none")
+    return size_bytes
+
+
 def _age(text: str) -> float:
     match = re.fullmatch(r"(\d+)([smhd])", text)
     if match is None:
@@ -295,7 +433,7 @@ def _usage_error(arguments: argparse.Namespace) -> str:
         return "evict needs packs or --unused"
     if arguments.command is evict and arguments.older_than and not arguments.unused:
         return "--older-than chooses among --unused; give both"
-    return "--timeout 0: write seconds above 0" if not arguments.timeout else ""
+    return "--timeout 0: write seconds above 0" if arguments.timeout == 0 else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -314,7 +452,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     broker = arguments.broker or _broker_beside(arguments.socket)
     try:
-        with AdminClient.connect(arguments.socket, broker, arguments.timeout) as client:
+        deadline_s = time.monotonic() + (math.inf if arguments.timeout is None else arguments.timeout)
+        with AdminClient.connect(arguments.socket, broker, arguments.timeout or CALL_S) as client:
+            client.deadline_s = deadline_s
             command: Command = arguments.command
             return command(client, Output(arguments.format == "json"), arguments)
     except StoreError as error:
@@ -335,14 +475,15 @@ def _broker_beside(socket: str) -> str:
 
 def _pack_ids(client: AdminClient, beginnings: Sequence[str]) -> list[bytes]:
     """The packs that are meant, once each. NOT_FOUND for a beginning of none or of several."""
-    known = [item.pack_id for item in client.list_packs()] if beginnings else []
     wanted: dict[bytes, None] = {}
     for text in beginnings:
-        matches = [name for name in known if name.hex().startswith(text.lower())]
+        digits = text.lower()
+        possible = digits and len(digits) <= 2 * PACK_ID_BYTES and not set(digits) - set("0123456789abcdef")
+        matches = client.packs_beginning(digits) if possible else []
         if len(matches) != 1:
-            count = len(matches) or "no"
+            count = "several" if matches else "no"
             raise StoreError("NOT_FOUND", f"{count} packs begin with {text!r}; see kvctl packs --format json")
-        wanted[matches[0]] = None
+        wanted[matches[0].pack_id] = None
     return list(wanted)
 
 
@@ -364,7 +505,7 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, int) and (name == "bytes" or name.endswith("_bytes")):
         return format_size(value)
     if isinstance(value, float):
-        return f"{value:.1f}"
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(value)) if name in TIMES else f"{value:.1f}"
     if isinstance(value, list):
         return ",".join(map(str, value))
     text = str(value)

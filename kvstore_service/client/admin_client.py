@@ -2,7 +2,9 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from kvstore_service._proto import admin_service_pb2 as admin_pb
 from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
@@ -10,6 +12,7 @@ from kvstore_service.client.call import COMMIT_TIMEOUT_S, Client
 from kvstore_service.shared.settings import default_broker, default_socket
 
 VERIFY_TIMEOUT_S = 3600.0
+WATCH_TIMEOUT_S = 12 * 3600.0
 
 
 class AdminClient(Client):
@@ -40,26 +43,82 @@ class AdminClient(Client):
         response: admin_pb.DescribeSessionResponse = self._call(self._stub.DescribeSession, request)
         return response
 
-    def list_packs(self) -> Iterator[admin_pb.PackSummary]:
-        """Every pack, page by page."""
-        token = ""
+    def list_packs(
+        self,
+        *,
+        tenant: str = "",
+        damaged: bool = False,
+        pinned: bool = False,
+        unused: bool = False,
+        idle_s: float = 0.0,
+    ) -> Iterator[admin_pb.PackSummary]:
+        """Every pack for which all that is set holds, page by page, in the order of ids.
+
+        `unused`: attached to no session and not pinned; `idle_s`: last used at least so many seconds ago."""
+        request = admin_pb.ListPacksRequest(tenant=tenant, damaged=damaged, pinned=pinned, unused=unused, idle_s=idle_s)
         while True:
-            answer = self._call(self._stub.ListPacks, admin_pb.ListPacksRequest(page_token=token))
+            answer = self._call(self._stub.ListPacks, request)
             yield from answer.packs
-            token = answer.next_page_token
-            if not token:
+            request.page_token = answer.next_page_token
+            if not request.page_token:
                 return
+
+    def packs_beginning(self, digits: str, limit: int = 2) -> list[admin_pb.PackSummary]:
+        """The first packs whose id begins with these hex digits."""
+        request = admin_pb.ListPacksRequest(beginning=digits, page_size=limit)
+        return list(self._call(self._stub.ListPacks, request).packs)
+
+    def packs_named(self, pack_ids: Sequence[bytes]) -> list[admin_pb.PackSummary]:
+        """Those of these packs that are stored."""
+        if not pack_ids:
+            return []
+        return list(self._call(self._stub.ListPacks, admin_pb.ListPacksRequest(pack_ids=pack_ids)).packs)
 
     def verify(
         self, pack_ids: Sequence[bytes] = (), timeout_s: float = VERIFY_TIMEOUT_S
     ) -> Iterator[admin_pb.VerifyResponse]:
         """Reads every block of the packs (of all, if none is named) from disk; one answer per pack as it is done."""
+        yield from self._streamed(self._stub.Verify, admin_pb.VerifyRequest(pack_ids=pack_ids), timeout_s)
+
+    def watch(
+        self, kinds: Sequence[str] = (), timeout_s: float = WATCH_TIMEOUT_S
+    ) -> Iterator[admin_pb.WatchEventsResponse]:
+        """What happens from now on: first an answer of kind "watch", then commits, evictions, damage, workers, quotas,
+        expired uploads, drains. A slow reader loses events; `dropped` counts them. DEADLINE_EXCEEDED at the end."""
+        yield from self._streamed(self._stub.WatchEvents, admin_pb.WatchEventsRequest(kinds=kinds), timeout_s)
+
+    def _streamed(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Iterator[Any]:
         request_id = secrets.token_hex(8)
         with self._count_lock:
             self.rpc_count += 1
+        timeout_s = max(0.0, min(timeout_s, self.deadline_s - time.monotonic()))
         with self._typed_errors(request_id):
-            request = admin_pb.VerifyRequest(pack_ids=pack_ids)
-            yield from self._stub.Verify(request, timeout=timeout_s, metadata=self._metadata(request_id))
+            yield from method(request, timeout=timeout_s, metadata=self._metadata(request_id))
+
+    def explain(self, subject: str = "") -> list[admin_pb.Finding]:
+        """Why a prompt (by its last digest), a pack or a session is found or not, and fast or slow; "": the latest
+        lookups. NOT_FOUND."""
+        return list(self._call(self._stub.Explain, admin_pb.ExplainRequest(subject=subject)).findings)
+
+    def set_quota(self, tenant: str, nvme_bytes: int) -> None:
+        """Bounds the packs and sidecars of `tenant` (uid-N), those that it has too; 0: no quota. Durable on return."""
+        self._call(self._stub.SetQuota, admin_pb.SetQuotaRequest(tenant=tenant, nvme_bytes=nvme_bytes))
+
+    def list_quotas(self) -> list[admin_pb.Quota]:
+        """Of every tenant that stores something or has a quota."""
+        return list(self._call(self._stub.ListQuotas, admin_pb.ListQuotasRequest()).quotas)
+
+    def list_workers(self) -> list[admin_pb.WorkerSummary]:
+        return list(self._call(self._stub.ListWorkers, admin_pb.ListWorkersRequest()).workers)
+
+    def list_uploads(self) -> list[admin_pb.UploadSummary]:
+        return list(self._call(self._stub.ListUploads, admin_pb.ListUploadsRequest()).uploads)
+
+    def kill_worker(self, worker: str) -> admin_pb.WorkerSummary:
+        """Ends a worker's broker connection, and all that it holds; by id, pid or name."""
+        summary: admin_pb.WorkerSummary
+        summary = self._call(self._stub.KillWorker, admin_pb.KillWorkerRequest(worker=worker)).worker
+        return summary
 
     def pin(self, pack_ids: Sequence[bytes], ttl_s: float = 0.0) -> None:
         """Protects packs from eviction, durably, for `ttl_s` seconds or, with 0, until they are unpinned.

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import math
 import random
 import secrets
 import threading
@@ -45,6 +46,7 @@ class Client:
         self._count_lock = threading.Lock()
         self._closed = False
         self.rpc_count = 0
+        self.deadline_s = math.inf  # monotonic; no call lasts longer, whatever its own deadline
         _clients.add(self)
 
     @property
@@ -94,7 +96,7 @@ class Client:
         """One call with a deadline. Within it the call is made again if the daemon was too busy to take it, or if the
         connection broke and the daemon lives; a mutation's idempotency key sees to it that it is done once."""
         request_id = secrets.token_hex(8)
-        deadline_s = time.monotonic() + (timeout_s or self._timeout_s)
+        deadline_s = min(self.deadline_s, time.monotonic() + (timeout_s or self._timeout_s))
         if "idempotency_key" in request.DESCRIPTOR.fields_by_name:
             request.idempotency_key = secrets.token_hex(16)
         while True:

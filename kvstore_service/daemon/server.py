@@ -112,7 +112,7 @@ class Daemon:
             StoreService(self.store, self._broker, self.config), server
         )
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminService(self.store, self.config, os.getpid()), server
+            AdminService(self.store, self._broker, self.config, os.getpid()), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(
             health.HealthService(services, self.store.state.draining.is_set), server

@@ -322,6 +322,6 @@ def test_a_token_lives_as_long_as_its_command(daemon: Daemon) -> None:
 def test_the_example_runs(worker: TestWorker, daemon: Daemon) -> None:
     session = worker.client.open_session(world.LAYOUT, 4096)
     chain(worker, session, [1])
-    command = [sys.executable, "examples/admin_client.py", daemon.socket, daemon.broker]
+    command = [sys.executable, "examples/inventory.py", daemon.socket, daemon.broker]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert (done.returncode, "1 packs" in done.stdout) == (0, True), done.stderr

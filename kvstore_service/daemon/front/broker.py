@@ -196,6 +196,16 @@ class Broker:
         finally:
             room.close()
 
+    def end(self, token: str) -> bool:
+        """Ends the worker's connection, and with it the worker. False if it has ended already."""
+        with self._lock:
+            connection = self._connections.get(token)
+            if connection is None:
+                return False
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
+            return True
+
     def receive(self, token: str, transfer: str) -> int:
         """The descriptor that the worker offered under this id; the caller owns it. NOT_FOUND."""
         with self._lock:

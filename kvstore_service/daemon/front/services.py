@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,16 +14,21 @@ from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
 from kvstore_service.daemon.config import Config
+from kvstore_service.daemon.disk.catalog import PackFilter
 from kvstore_service.daemon.disk.sidecars import SIDECAR_BYTES_MAX
 from kvstore_service.daemon.front.broker import Broker
 from kvstore_service.daemon.front.call import Call
+from kvstore_service.daemon.store.events import Event
 from kvstore_service.daemon.store.operation import DescribedPack, EvictedPack
-from kvstore_service.daemon.store.registry import Session
+from kvstore_service.daemon.store.registry import Session, Worker
+from kvstore_service.daemon.store.room import Bound
 from kvstore_service.daemon.store.store import Store
+from kvstore_service.daemon.store.uploads import DescribedUpload
 from kvstore_service.shared import memory, wire
-from kvstore_service.shared.types import CommittedPack, ReservedPack, StoreError
+from kvstore_service.shared.types import PACK_ID_BYTES, CommittedPack, ReservedPack, StoreError
 
 PAGE_SIZE_MAX = 1000
+WATCH_TURN_S = 0.5  # between looks at whether the watcher is still there
 
 
 class StoreService(pb_grpc.StoreServiceServicer):
@@ -138,8 +144,9 @@ class StoreService(pb_grpc.StoreServiceServicer):
 
 
 class AdminService(admin_grpc.AdminServiceServicer):
-    def __init__(self, store: Store, config: Config, pid: int) -> None:
+    def __init__(self, store: Store, broker: Broker, config: Config, pid: int) -> None:
         self._store = store
+        self._broker = broker
         self._config = config
         self._pid = pid
 
@@ -180,12 +187,26 @@ class AdminService(admin_grpc.AdminServiceServicer):
 
     def ListPacks(self, request: admin_pb.ListPacksRequest, context: Call) -> admin_pb.ListPacksResponse:
         limit = min(request.page_size or PAGE_SIZE_MAX, PAGE_SIZE_MAX)
+        operation = self._store.operation
+        if request.pack_ids:
+            return admin_pb.ListPacksResponse(packs=[_pack(item) for item in operation.named(request.pack_ids)])
+        if request.beginning:
+            text = request.beginning.lower()
+            if set(text) - set("0123456789abcdef") or len(text) > 2 * PACK_ID_BYTES:
+                raise StoreError("INVALID_ARGUMENT", f"beginning {text!r}; write at most 64 hex digits")
+            return admin_pb.ListPacksResponse(packs=[_pack(item) for item in operation.beginning(text, limit)])
         try:
             after = bytes.fromhex(request.page_token)
         except ValueError:
             raise StoreError("INVALID_ARGUMENT", "page_token is none of this service's") from None
-        packs = self._store.operation.packs(after, limit)
-        token = packs[-1].row.ref.pack_id.hex() if len(packs) == limit else ""
+        wanted = PackFilter(
+            tenant=request.tenant or None,
+            damaged=request.damaged or None,
+            pinned=request.pinned or None,
+            used_before_s=time.time() - request.idle_s if request.idle_s else None,
+        )
+        packs, following = operation.packs(wanted, request.unused, after, limit)
+        token = following.hex() if following is not None else ""
         return admin_pb.ListPacksResponse(packs=[_pack(item) for item in packs], next_page_token=token)
 
     def Pin(self, request: admin_pb.PinRequest, context: Call) -> admin_pb.PinResponse:
@@ -222,6 +243,40 @@ class AdminService(admin_grpc.AdminServiceServicer):
     def Drain(self, request: admin_pb.DrainRequest, context: Call) -> admin_pb.DrainResponse:
         self._store.operation.drain()
         return admin_pb.DrainResponse()
+
+    def SetQuota(self, request: admin_pb.SetQuotaRequest, context: Call) -> admin_pb.SetQuotaResponse:
+        self._store.operation.set_quota(request.tenant, request.nvme_bytes)
+        return admin_pb.SetQuotaResponse()
+
+    def ListQuotas(self, request: admin_pb.ListQuotasRequest, context: Call) -> admin_pb.ListQuotasResponse:
+        return admin_pb.ListQuotasResponse(quotas=[_quota(item) for item in self._store.operation.quotas()])
+
+    def ListWorkers(self, request: admin_pb.ListWorkersRequest, context: Call) -> admin_pb.ListWorkersResponse:
+        uploads = Counter(item.upload.worker.token for item in self._store.operation.uploads())
+        workers = [_worker(worker, uploads[worker.token]) for worker in self._store.operation.workers()]
+        return admin_pb.ListWorkersResponse(workers=workers)
+
+    def ListUploads(self, request: admin_pb.ListUploadsRequest, context: Call) -> admin_pb.ListUploadsResponse:
+        return admin_pb.ListUploadsResponse(uploads=[_upload(item) for item in self._store.operation.uploads()])
+
+    def KillWorker(self, request: admin_pb.KillWorkerRequest, context: Call) -> admin_pb.KillWorkerResponse:
+        worker = self._store.operation.find_worker(request.worker)
+        self._broker.end(worker.token)
+        return admin_pb.KillWorkerResponse(worker=_worker(worker, 0))
+
+    def WatchEvents(
+        self, request: admin_pb.WatchEventsRequest, context: Call
+    ) -> Iterator[admin_pb.WatchEventsResponse]:
+        with self._store.state.events.watch(request.kinds) as watch:
+            yield admin_pb.WatchEventsResponse(at_s=time.time(), kind="watch")  # from here on nothing is missed
+            while context.is_active():
+                if (event := watch.take(WATCH_TURN_S)) is not None:
+                    yield _event(event, watch.dropped)
+
+    def Explain(self, request: admin_pb.ExplainRequest, context: Call) -> admin_pb.ExplainResponse:
+        found = self._store.explain.explain(request.subject)
+        findings = [admin_pb.Finding(subject=item.subject, answer=item.answer, detail=item.detail) for item in found]
+        return admin_pb.ExplainResponse(findings=findings)
 
 
 def _reserved(item: ReservedPack) -> pb.ReservedPack:
@@ -287,4 +342,58 @@ def _pack(item: DescribedPack) -> admin_pb.PackSummary:
         first_token=row.ref.first_token,
         pinned=item.pinned,
         damaged=item.damaged,
+        last_used_s=item.last_used_s,
+    )
+
+
+def _quota(item: Bound) -> admin_pb.Quota:
+    return admin_pb.Quota(
+        tenant=item.tenant or "",
+        nvme_bytes=item.limit_bytes,
+        stored_bytes=item.stored_bytes,
+        reserved_bytes=item.promised_bytes,
+    )
+
+
+def _worker(worker: Worker, uploads: int) -> admin_pb.WorkerSummary:
+    return admin_pb.WorkerSummary(
+        worker_id=worker.native_id or 0,
+        name=worker.name,
+        tenant=worker.tenant,
+        pid=worker.pid,
+        slots=worker.slots,
+        rings=len(worker.rings),
+        sessions=len(worker.sessions),
+        uploads=uploads,
+        age_s=time.monotonic() - worker.joined_s,
+        operator=worker.operator,
+    )
+
+
+def _upload(item: DescribedUpload) -> admin_pb.UploadSummary:
+    upload = item.upload
+    return admin_pb.UploadSummary(
+        upload_id=upload.upload_id,
+        pack_id=upload.row.ref.pack_id,
+        tenant=upload.row.tenant,
+        pid=upload.worker.pid,
+        worker_name=upload.worker.name,
+        first_token=upload.row.ref.first_token,
+        tokens=upload.row.ref.tokens,
+        bytes=upload.row.file_bytes,
+        missing_segments=item.missing,
+        age_s=time.monotonic() - upload.opened_s,
+        idle_s=item.idle_s,
+    )
+
+
+def _event(event: Event, dropped: int) -> admin_pb.WatchEventsResponse:
+    return admin_pb.WatchEventsResponse(
+        at_s=event.at_s,
+        kind=event.kind,
+        tenant=event.tenant,
+        pack_id=event.pack_id,
+        bytes=event.size_bytes,
+        detail=event.detail,
+        dropped=dropped,
     )

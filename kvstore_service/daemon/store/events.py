@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvstore_service.shared.types import StoreError, Violation
 
 KINDS = ("commit", "damage", "drain", "evict", "quota", "upload", "worker")
-WATCHERS_MAX = 16
+WATCHERS_MAX = 4  # each holds a thread of the streams'
 BACKLOG_MAX = 4096  # events that a slow watcher may be behind
 EVICTED_MAX = 16384
 

@@ -1,15 +1,20 @@
 """Operation: what an operator sees and does, over all tenants."""
 
 import math
+import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.disk.catalog import FOREVER_S, ListedPack, PackFilter
+from kvstore_service.daemon.disk.catalog import FOREVER_S, ListedPack, PackFilter, Quota
 from kvstore_service.daemon.store import audit
+from kvstore_service.daemon.store.registry import Worker
+from kvstore_service.daemon.store.room import Bound
 from kvstore_service.daemon.store.state import State
-from kvstore_service.shared.types import PackRow, StoreError
+from kvstore_service.daemon.store.uploads import DescribedUpload
+from kvstore_service.shared.types import PACK_ID_BYTES, PackRow, StoreError
 
 AUDIT_LOOKS = 4
 AUDIT_PAUSE_S = 0.05
@@ -24,6 +29,7 @@ class DescribedPack:
     sidecars: list[str]
     pinned: bool
     damaged: bool
+    last_used_s: float
 
 
 @dataclass(frozen=True)
@@ -108,14 +114,66 @@ class Operation:
         """What each user id holds."""
         return self._state.registry.users()
 
-    def packs(self, after: bytes, limit: int) -> list[DescribedPack]:
-        """In the order of ids."""
-        listed, _ = self._state.catalog.page(PackFilter(), after, limit)
-        return [self._described(item) for item in listed]
+    def packs(
+        self, wanted: PackFilter, unused: bool, after: bytes, limit: int
+    ) -> tuple[list[DescribedPack], bytes | None]:
+        """In the order of ids, and where the next page begins. `unused`: attached to no session and not pinned."""
+        listed, following = self._state.catalog.page(wanted, after, limit)
+        described = [self._described(item) for item in listed]
+        return [item for item in described if not (unused and (item.references or item.pinned))], following
+
+    def named(self, pack_ids: Sequence[bytes]) -> list[DescribedPack]:
+        """Those of them that are stored."""
+        found = []
+        for name in pack_ids:
+            with suppress(StoreError):
+                found.append(self._described(self._state.catalog.listed(name)))
+        return found
+
+    def beginning(self, text: str, limit: int) -> list[DescribedPack]:
+        """Packs whose id begins so, in hex digits."""
+        return [self.described(row) for row in beginning(self._state, text, limit)]
+
+    def set_quota(self, tenant: str, nvme_bytes: int) -> None:
+        """0: none. Durable on return. INVALID_ARGUMENT."""
+        if re.fullmatch(r"uid-\d+", tenant) is None:
+            raise StoreError("INVALID_ARGUMENT", f"tenant {tenant!r}; write uid-N")
+        self._state.catalog.set_quota(tenant, Quota(nvme_bytes or None))
+        self._state.room.set_quota(tenant, nvme_bytes)
+        self._state.events.tell("quota", tenant, size_bytes=nvme_bytes)
+
+    def quotas(self) -> list[Bound]:
+        return self._state.room.bounds()
+
+    def workers(self) -> list[Worker]:
+        return self._state.registry.workers()
+
+    def find_worker(self, text: str) -> Worker:
+        """By its id, its pid or its name. NOT_FOUND, or FAILED_PRECONDITION if several are meant."""
+        found = [w for w in self.workers() if text in (str(w.native_id), str(w.pid), w.name)]
+        if not found:
+            raise StoreError("NOT_FOUND", f"no worker has the id, pid or name {text!r}; see kvctl workers")
+        if len(found) > 1:
+            pids = ", ".join(str(worker.pid) for worker in found)
+            raise StoreError(
+                "FAILED_PRECONDITION", f"{len(found)} workers are called {text!r}; name one by pid: {pids}"
+            )
+        return found[0]
+
+    def uploads(self) -> list[DescribedUpload]:
+        return self._state.uploads.described()
 
     def described(self, row: PackRow) -> DescribedPack:
         return self._described(self._state.catalog.listed(row.ref.pack_id))
 
     def _described(self, item: ListedPack) -> DescribedPack:
         references = self._state.registry.references(item.row.ref.pack_id)
-        return DescribedPack(item.row, references, list(item.sidecars), item.pinned, item.damaged)
+        return DescribedPack(item.row, references, list(item.sidecars), item.pinned, item.damaged, item.last_used_s)
+
+
+def beginning(state: State, text: str, limit: int) -> list[PackRow]:
+    """The first packs whose id begins so, in hex digits."""
+    first = int(text.ljust(2 * PACK_ID_BYTES, "0"), 16)
+    after = (first - 1).to_bytes(PACK_ID_BYTES, "big") if first else b""
+    found, _ = state.catalog.page(PackFilter(), after, limit)
+    return [item.row for item in found if item.row.ref.pack_id.hex().startswith(text)]

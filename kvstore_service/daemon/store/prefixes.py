@@ -35,6 +35,7 @@ class Prefixes:
         except BaseException:
             self._state.count("lookup_errors")
             raise
+        self._state.lookups.note(worker.tenant, worker.name, fingerprint, candidates, longest)
         self._state.count("lookup_hits" if longest else "lookup_misses")
         return longest
 

@@ -157,6 +157,11 @@ def _refused(bound: Bound, wanted_bytes: int, seal: bool, evicting: bool) -> Sto
 
 def full(subject: str, description: str) -> StoreError:
     """RESOURCE_EXHAUSTED with the figures, and when to try again."""
+    reason = "QUOTA_EXCEEDED" if subject.startswith("quota") else "NO_ROOM"
     return StoreError(
-        "RESOURCE_EXHAUSTED", description, retry_after_s=5.0, violations=[Violation(subject, description)]
+        "RESOURCE_EXHAUSTED",
+        description,
+        retry_after_s=5.0,
+        violations=[Violation(subject, description)],
+        reason=reason,
     )

@@ -22,6 +22,7 @@ from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store.events import Events
 from kvstore_service.daemon.store.eviction import Eviction
 from kvstore_service.daemon.store.leases import Leases
+from kvstore_service.daemon.store.lookups import Lookups
 from kvstore_service.daemon.store.registry import Binding, Limits, Registry, Worker
 from kvstore_service.daemon.store.room import Room
 from kvstore_service.daemon.store.uploads import Uploads
@@ -54,6 +55,7 @@ class State:
             Limits.shared(users, config.sessions_max, config.slots_max, config.worker_bytes_max, machine_bytes())
         )
         self.events = Events()
+        self.lookups = Lookups()
         self.leases = Leases(config.lease_s)
         self.ballast = catalog.ballast
         self.ballast.take_on()

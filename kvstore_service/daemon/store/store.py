@@ -3,6 +3,7 @@
 from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config
 from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.store.explain import Explain
 from kvstore_service.daemon.store.indexes import Indexes
 from kvstore_service.daemon.store.operation import Operation
 from kvstore_service.daemon.store.packs import Packs
@@ -26,6 +27,7 @@ class Store:
         self.packs = Packs(state, self.sessions)
         self.indexes = Indexes(state)
         self.operation = Operation(state)
+        self.explain = Explain(state)
         self._upkeep = Upkeep([self.packs.expire, state.room.relieve, state.ballast.take_on, state.leases.expire])
 
     def close(self) -> None:

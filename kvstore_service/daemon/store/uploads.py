@@ -209,6 +209,11 @@ class Uploads:
         with self._lock:
             return self._continued[name] > 0
 
+    def names(self) -> list[bytes]:
+        """Ids of the packs that are being written."""
+        with self._lock:
+            return list(self._claims)
+
     def writer(self, name: bytes) -> Worker | None:
         """Who is writing a pack."""
         with self._lock:

@@ -67,7 +67,7 @@ class Transport:
         self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
         self._posted: deque[int] = deque()  # bulk tickets that nobody has collected
         memory.close()
-        client.watch(self.require_daemon)
+        client.guard(self.require_daemon)
 
     def require_alive(self) -> None:
         """Raises RingPoisoned after a RingTimeout, whichever ring it was."""

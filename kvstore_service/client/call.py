@@ -67,7 +67,7 @@ class Client:
         if self.draining:
             raise StoreError("UNAVAILABLE", "the daemon is draining", reason="DRAINING")
 
-    def watch(self, alive: Callable[[], None]) -> None:
+    def guard(self, alive: Callable[[], None]) -> None:
         """Asks `alive` before and, ten times a second, during every later call: what it raises ends the call."""
         self._alive = alive
 
@@ -116,12 +116,12 @@ class Client:
                 time.sleep(wait_s)
 
     def _made(self, method: Any, request: Any, timeout_s: float, request_id: str) -> Any:
-        """One call, watched if somebody watches the daemon."""
+        """One call, guarded if somebody guards this client."""
         metadata = self._metadata(request_id)
         if self._alive is None:
             return method(request, timeout=timeout_s, metadata=metadata)
         self._alive()
-        return _watched(method.future(request, timeout=timeout_s, metadata=metadata), self._alive)
+        return _guarded(method.future(request, timeout=timeout_s, metadata=metadata), self._alive)
 
     def _pause_s(self, error: StoreError) -> float | None:
         """How long to wait before the same call again; None if it would not help."""
@@ -140,7 +140,7 @@ class Client:
             raise _store_error(error, request_id) from error
 
 
-def _watched(call: Any, alive: Callable[[], None]) -> Any:
+def _guarded(call: Any, alive: Callable[[], None]) -> Any:
     try:
         while True:
             try:

@@ -108,7 +108,8 @@ class PackRow:
 
 @dataclass(frozen=True)
 class PrefixCandidate:
-    """A possible pack of a prompt; `token_digest` = SHA-256 of its token ids as u32 LE."""
+    """A possible pack of a prompt; `token_digest` is the worker's word for its tokens and what their KV was computed
+    under (decode_worker/engine/prefix.py)."""
 
     first_token: int
     tokens: int

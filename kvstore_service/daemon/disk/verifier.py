@@ -49,7 +49,6 @@ class Verifier:
         self._ending = threading.Event()
         self._free_s = time.monotonic()
         self._suspects: deque[PackRow] = deque(maxlen=SUSPECTS_MAX)
-        catalog.on_damaged = self.suspect
 
     def close(self) -> None:
         self._ending.set()

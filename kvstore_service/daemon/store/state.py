@@ -134,6 +134,7 @@ class State:
         return row
 
     def _damaged(self, row: PackRow, reason: str) -> None:
+        self.verifier.suspect(row)
         self.events.tell("damage", row.tenant, row.ref.pack_id, row.file_bytes, reason)
 
     def use(self, names: Sequence[bytes]) -> None:

@@ -263,11 +263,12 @@ assert (*NAMES, "origins") == tuple(field.name for field in fields(Config))
 def parser() -> argparse.ArgumentParser:
     flags = settings.Parser(
         prog="kvstored",
-        usage="kvstored [config print] [--config FILE] [--KEY VALUE ...]",
+        usage="kvstored [config print | rebuild] [--config FILE] [--KEY VALUE ...]",
         description="The daemon that keeps the KV cache of this node's decode workers.",
         epilog="Every key may stand in the YAML file, in the environment (KVSTORE_DATA_DIR, ...) or in a flag; the "
-        "later one wins. `kvstored config print` shows the result and where each value came from. Sizes take units: "
-        "8GiB, 512MiB. SIGTERM drains and ends the daemon.",
+        "later one wins. `kvstored config print` shows the result and where each value came from. `kvstored rebuild` "
+        "gives packs their rows again after the catalogue was lost. Sizes take units: 8GiB, 512MiB. SIGTERM drains "
+        "and ends the daemon.",
         allow_abbrev=False,
     )
     settings.add_flags(flags, KEYS)

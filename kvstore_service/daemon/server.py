@@ -26,6 +26,7 @@ from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grp
 from kvstore_service.daemon import directories, logs, native
 from kvstore_service.daemon.config import Config, ConfigError, load, to_yaml
 from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.rebuild import rebuild
 from kvstore_service.daemon.front import health
 from kvstore_service.daemon.front.broker import Broker, claim_path, open_to
 from kvstore_service.daemon.front.latencies import Latencies
@@ -188,7 +189,7 @@ def serve(make: Callable[[], Daemon]) -> int:
 
 
 def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = Daemon) -> int:
-    """`kvstored [--config FILE] [--KEY VALUE ...]` and `kvstored config print [...]`."""
+    """`kvstored [--config FILE] [--KEY VALUE ...]`, `kvstored config print [...]` and `kvstored rebuild [...]`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["config"]:
@@ -196,9 +197,12 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
                 raise ConfigError(f"unknown command {' '.join(arguments[:2])!r}; write kvstored config print")
             print(to_yaml(load(arguments[2:])), end="")
             return 0
-        config = load(arguments)
+        rebuilding = arguments[:1] == ["rebuild"]
+        config = load(arguments[1:] if rebuilding else arguments)
         logs.start(config.log_format, config.log_level)
         os.umask(0o077)  # sockets are created before their mode can be set
+        if rebuilding:
+            return _rebuild(config)
         _raise_descriptor_limit()
         return serve(lambda: make(config))
     except ConfigError as error:
@@ -207,6 +211,16 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
     except (StoreError, OSError) as error:
         print(f"kvstored: {error.message if isinstance(error, StoreError) else error}", file=sys.stderr)
         return 1
+
+
+def _rebuild(config: Config) -> int:
+    """While no daemon runs: rows for quarantined packs. 1 if a file stays in quarantine."""
+    directories.prepare(config.data_dir)
+    with contextlib.closing(Catalog(config.data_dir)) as catalog:
+        rebuilt = rebuild(catalog)
+    for line in rebuilt.lines():
+        print(line)
+    return 1 if rebuilt.left else 0
 
 
 def _claim(key: str, path: Path) -> None:

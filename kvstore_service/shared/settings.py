@@ -148,7 +148,16 @@ def unknown(name: str, candidates: Sequence[str], what: str) -> ConfigError:
 
 
 def path(value: Any) -> Path:
-    return Path(str(value)).expanduser().absolute()
+    text = str(value)
+    try:
+        text.encode()
+        if not text:
+            raise ValueError("write a path")
+        return Path(text).expanduser().absolute()
+    except UnicodeEncodeError:
+        raise ValueError("write a path in UTF-8") from None
+    except RuntimeError:
+        raise ValueError("write a path without ~: this user has no home directory") from None
 
 
 def size(minimum: int) -> Callable[[Any], int]:
@@ -207,11 +216,13 @@ def runtime_dir() -> Path:
 
 
 def home() -> Path:
-    """The user's; one without (a service's uid) gets a directory of its own below the temporary one."""
+    """The user's; one without (a service's uid, or HOME="") gets a directory of its own below the temporary one."""
     try:
-        return Path.home()
+        if os.environ.get("HOME") != "":
+            return Path.home()
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"headgate-{os.getuid()}"
+        pass
+    return Path(tempfile.gettempdir()) / f"headgate-{os.getuid()}"
 
 
 def default_socket() -> str:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +24,8 @@ from kvstore_service.daemon.disk import sidecars
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.disk.verifier import Verifier
-from kvstore_service.shared.types import PackRow
+from kvstore_service.shared import settings
+from kvstore_service.shared.types import PackRow, format_size
 from tests.daemon_process import Daemon
 from tests.faults.life import until
 from tests.service.test_catalog import pack_row
@@ -403,3 +408,74 @@ def test_verify_keeps_to_its_rate_and_to_none(tmp_path: Path) -> None:
         paced.close()
         with pytest.raises(StoreError, match="ending"):
             paced._pace(1)
+
+
+# --- rebuild ---
+
+
+def kvstored(directory: Path, *words: str) -> tuple[int, str]:
+    """(status, stdout and stderr) of a kvstored that ends by itself."""
+    command = [sys.executable, "-m", "kvstore_service.daemon.server", *words, f"--data-dir={directory}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_lost_catalogue_is_rebuilt_from_the_files(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        with joined(daemon) as worker:
+            client = worker.client
+            packs, _ = write_chain(worker, client.open_session(LAYOUT, CHAIN * TOKENS), range(CHAIN))
+            key = SidecarKey(packs[2].pack_id, packs[2].build, "hash", b"seed")
+            client.put_sidecar(key, b"index")
+            half = client.reserve_pack(client.open_session(LAYOUT, TOKENS), [reservation(99)])
+            daemon.kill()
+        data = daemon.data_dir
+        for path in data.glob("catalog.sqlite*"):
+            path.unlink()
+        assert stat.S_IMODE((data / "tenants").stat().st_mode) == 0o600
+        garble_head(file_of(daemon, packs[8]))
+        status, output = kvstored(data, "rebuild")
+        assert status == 1  # not all of it could be
+        size = format_size(8 * file_of(daemon, packs[0]).stat().st_size)
+        assert f"restored 8 packs ({size}) and 1 sidecars" in output
+        left = sorted(path.name[:64] for path in (data / "quarantine").iterdir())
+        assert left == sorted(pack.pack_id.hex() for pack in (packs[8], packs[9], half[0].pack))
+        assert all(name in output for name in left)
+        daemon.start()
+        with joined(daemon) as worker, AdminClient.connect(daemon.socket, daemon.broker) as admin:
+            assert looked_up(worker.client) == packs[:8]
+            assert worker.client.get_sidecar(key) == b"index"
+            assert [(item.bad_blocks, item.error) for item in admin.verify()] == [([], "")] * 8
+            again, written = write_chain(worker, worker.client.open_session(LAYOUT, CHAIN * TOKENS), range(CHAIN))
+            assert (len(again), written) == (CHAIN, 2)
+            assert [check.detail for check in admin.audit() if not check.ok] == []
+            assert "in use by pid" in kvstored(data, "rebuild")[1]
+
+
+def test_another_extent_size_is_refused_with_one_line(tmp_path: Path) -> None:
+    with Daemon(tmp_path, options=("--extent-blocks=2",)) as daemon:
+        daemon.stop()
+        sockets = (f"--socket={tmp_path}/s", f"--broker={tmp_path}/b")
+        status, output = kvstored(daemon.data_dir, "--extent-blocks=4", *sockets)
+        assert (status, len(output.splitlines())) == (1, 1)
+        assert "extent_blocks=4" in output
+        assert "set it to 2" in output
+
+
+@pytest.mark.parametrize("name", ["lock", "catalog.sqlite", "tenants", "packs.stamp"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_something_else_in_a_files_place_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    make(tmp_path / name)
+    with pytest.raises(StoreError, match=f"{name} is (a directory|no regular file); remove it"):
+        Catalog(tmp_path)
+
+
+@pytest.mark.parametrize("directory", [b"/tmp/\xff", b"~nobody-of-that-name/data", b""])
+def test_odd_paths_are_one_line(directory: bytes) -> None:
+    with pytest.raises(config.ConfigError, match=r"data_dir=.*: write a path"):
+        config.load([f"--data-dir={os.fsdecode(directory)}"])
+
+
+def test_an_empty_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "")
+    assert settings.home() == Path(tempfile.gettempdir()) / f"headgate-{os.getuid()}"

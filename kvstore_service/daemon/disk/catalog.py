@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore_service.daemon import directories
-from kvstore_service.daemon.disk import files, schema
+from kvstore_service.daemon.disk import files, schema, tenants
 from kvstore_service.daemon.disk.ballast import Ballast
 from kvstore_service.daemon.disk.files import Stamp, remove_file, sync_directory
 from kvstore_service.daemon.logs import event
@@ -32,6 +32,10 @@ from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, P
 
 TENANT_KEY_BYTES = 32
 FOREVER_S = math.inf
+_OWN_FILES = (
+    "lock", "packs.stamp", "tenants", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm",
+    "catalog.sqlite-journal",
+)  # fmt: skip
 _OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
 _TOUCHES_MAX = 1024  # uses that are remembered before they are written
 _FETCH_ROWS = 1 << 16
@@ -115,7 +119,8 @@ class Catalog:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             directories.require_own(directory)
         self.quarantine_dir = data_dir / "quarantine"
-        for name in ("lock", "packs.stamp", *(f"catalog.sqlite{end}" for end in ("", "-wal", "-shm", "-journal"))):
+        self._tenants_path = data_dir / "tenants"
+        for name in _OWN_FILES:
             directories.require_plain(data_dir / name)
         self.on_gone: Callable[[PackRow], None] = lambda row: None
         self.on_damaged: Callable[[PackRow, str], None] = lambda row, reason: None
@@ -134,6 +139,7 @@ class Catalog:
                 self._db.execute("PRAGMA synchronous=FULL")
                 self._db.execute("PRAGMA foreign_keys=ON")
                 self._id = schema.bring_up(self._db, data_dir)
+                self._recall_tenants()
                 self._stamp = Stamp(data_dir / "packs.stamp")
                 undo.callback(self._stamp.close)
                 self.removed, self.quarantined, self.sidecars_dropped = self._sweep()
@@ -156,14 +162,18 @@ class Catalog:
         """Settings that give the stored bytes their meaning: the first start's stay. FAILED_PRECONDITION for others."""
         with self._transaction() as db:
             for name, value in settings.items():
-                db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (f"frozen {name}", str(value)))
-                (held,) = db.execute("SELECT value FROM meta WHERE key = ?", (f"frozen {name}",)).fetchone()
-                if held != str(value):
+                held = _frozen(db, name, value)
+                if held != value:
                     raise StoreError(
                         "FAILED_PRECONDITION",
                         f"{name}={value}: what is stored in {self.packs_dir.parent} has {name}={held}; "
                         f"set it to {held} or use another data_dir",
                     )
+
+    def frozen(self, name: str, value: int) -> int:
+        """What the first start has frozen, or now freezes."""
+        with self._transaction() as db:
+            return _frozen(db, name, value)
 
     def _commits(self) -> int:
         return int(self._db.execute("SELECT value FROM meta WHERE key = 'commits'").fetchone()[0])
@@ -234,10 +244,32 @@ class Catalog:
     # --- tenants ---
 
     def tenant_key(self, tenant: str) -> bytes:
-        """The tenant's 32 random bytes, created with its first use. Pack ids are keyed by it."""
+        """The tenant's 32 random bytes, created with its first use, and kept beside the catalogue before they are
+        used. Pack ids are keyed by it."""
         with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO tenants VALUES (?, ?)", (tenant, secrets.token_bytes(TENANT_KEY_BYTES)))
-            return bytes(db.execute("SELECT key FROM tenants WHERE name = ?", (tenant,)).fetchone()[0])
+            row = db.execute("SELECT key FROM tenants WHERE name = ?", (tenant,)).fetchone()
+            if row is not None:
+                return bytes(row[0])
+            key = secrets.token_bytes(TENANT_KEY_BYTES)
+            db.execute("INSERT INTO tenants VALUES (?, ?)", (tenant, key))
+            tenants.store(self._tenants_path, self._tenant_keys(db))
+            return key
+
+    def tenant_keys(self) -> dict[str, bytes]:
+        with self._lock:
+            return self._tenant_keys(self._db)
+
+    def _tenant_keys(self, db: sqlite3.Connection) -> dict[str, bytes]:
+        return {name: bytes(key) for name, key in db.execute("SELECT name, key FROM tenants").fetchall()}
+
+    def _recall_tenants(self) -> None:
+        """Keys that a lost or older catalogue does not have; those that only it has are kept beside it."""
+        beside = tenants.load(self._tenants_path)
+        with self._transaction() as db:
+            db.executemany("INSERT OR IGNORE INTO tenants VALUES (?, ?)", beside.items())
+            held = self._tenant_keys(db)
+        if held != beside:
+            tenants.store(self._tenants_path, held)
 
     def set_quota(self, tenant: str, quota: Quota) -> None:
         """Durable on return. A quota without limits is none."""
@@ -601,6 +633,11 @@ def _unopened(data_dir: Path, error: sqlite3.DatabaseError) -> StoreError:
     if disk.f_bavail * disk.f_frsize < _OPEN_BYTES:
         return StoreError("RESOURCE_EXHAUSTED", f"{message}; the disk is full, make {_OPEN_BYTES >> 10} KiB of room")
     return StoreError("UNAVAILABLE", f"{message}; no other program may have it open")
+
+
+def _frozen(db: sqlite3.Connection, name: str, value: int) -> int:
+    db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (f"frozen {name}", str(value)))
+    return int(db.execute("SELECT value FROM meta WHERE key = ?", (f"frozen {name}",)).fetchone()[0])
 
 
 def _count_commit(db: sqlite3.Connection) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from mmap import mmap
+from pathlib import Path
 
 import liburing
 import numpy as np
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvstore_service import _native
 from kvstore_service.daemon.directories import what_is
-from kvstore_service.daemon.disk import sidecars
+from kvstore_service.daemon.disk import pack_header, sidecars
 from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow
 from kvstore_service.daemon.logs import event
 from kvstore_service.shared.types import NO_PARENT, PackRow, StoreError
@@ -91,7 +92,7 @@ class Verifier:
 
     def _verify(self, row: PackRow) -> tuple[list[int], str]:
         try:
-            bad_blocks, damage = self._check_pack(row)
+            bad_blocks, damage = self.check(self._catalog.packs_dir, row)
             reason = damage or (f"{len(bad_blocks)} bad blocks" if bad_blocks else "")
             if reason and not self._catalog.mark_damaged(row, reason):
                 return [], f"pack {row.ref.pack_id.hex()} is not stored any more"
@@ -102,14 +103,15 @@ class Verifier:
             return [], error.message
         return bad_blocks, "; ".join(filter(None, (damage, *dropped)))
 
-    def _check_pack(self, row: PackRow) -> tuple[list[int], str]:
-        """(bad blocks, what else is wrong)."""
+    def check(self, directory: Path, row: PackRow) -> tuple[list[int], str]:
+        """(bad blocks, what else is wrong) of the pack's file in `directory`, in this thread. OSError if the disk
+        fails."""
         crcs: list[NDArray[np.uint32]] = []
         zero: list[NDArray[np.bool_]] = []
         data_blocks = _checked_blocks(row.file_bytes) + 1
         head, table, block = b"", b"", 0
         try:
-            for chunk in self._chunks(self._catalog.packs_dir / row.file, row.file_bytes):
+            for chunk in self._chunks(directory / row.file, row.file_bytes):
                 head = head or bytes(chunk[:BLOCK_BYTES])
                 table += bytes(chunk[max(0, (data_blocks - block) * BLOCK_BYTES) :])
                 crcs.append(_native.block_crcs(row.ref.build, block, chunk))
@@ -135,7 +137,7 @@ class Verifier:
             return ""
         return f"sidecar {row.key.kind!r} was damaged ({reason}) and is dropped"
 
-    def _chunks(self, path: os.PathLike[str], size: int) -> Iterator[NDArray[np.uint8]]:
+    def _chunks(self, path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
         """The file's bytes in order, at the bounded rate; a chunk is valid until the next. OSError if the disk fails,
         _WrongSizeError if it is no file of `size` bytes."""
         flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -220,11 +222,12 @@ def _checked_blocks(file_bytes: int) -> int:
 
 
 def _fault_of_head(row: PackRow, head: bytes) -> str:
-    crc_at = 12
-    (stored,) = _CRC.unpack_from(head, crc_at)
-    if _native.crc32c(head[:crc_at] + bytes(_CRC.size) + head[crc_at + _CRC.size :]) != stored:
-        return "header checksum"
-    return "" if head[16:64] == row.ref.pack_id + row.ref.build else "the file is another pack's"
+    try:
+        header = pack_header.parse(head)
+    except ValueError as error:
+        return str(error)
+    same = (header.pack_id, header.build, header.tokens) == (row.ref.pack_id, row.ref.build, row.ref.tokens)
+    return "" if same else "the file is another pack's"
 
 
 def _fault_of_table(row: PackRow, table: bytes, count: int) -> str:

@@ -28,6 +28,8 @@ def start(form: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    for library in ("asyncio", "grpc"):  # at debug they have a line for every call of their own
+        logging.getLogger(library).setLevel(max(logging.INFO, logging.getLogger().level))
 
 
 class JsonFormatter(logging.Formatter):

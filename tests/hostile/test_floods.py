@@ -17,7 +17,7 @@ from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
 from kvstore_service.client import AdminClient, SidecarKey, StoreClient, StoreError
 from kvstore_service.client.connection import BrokerConnection
-from kvstore_service.daemon.front import lanes, rpc, server
+from kvstore_service.daemon.front import lanes, server
 from kvstore_service.daemon.front.broker import TRANSFER_BYTES_MAX
 from kvstore_service.daemon.store.indexes import SIDECARS_MAX
 from kvstore_service.daemon.store.registry import Limits
@@ -121,13 +121,28 @@ def test_calls_whose_request_never_comes_hold_nobody_up(daemon: Daemon) -> None:
             all_are_served(daemon)
 
 
+def test_silent_calls_of_health_do_not_silence_it(daemon: Daemon) -> None:
+    end = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        end.wait(60.0)
+        yield from ()
+
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        check = channel.stream_stream("/grpc.health.v1.Health/Check")
+        silent = [check(never()) for _ in range(CALLS)]
+        all_are_served(daemon)
+        assert {code_of(call) for call in silent} == {"DEADLINE_EXCEEDED"}
+        end.set()
+
+
 def test_a_request_has_to_come_soon(daemon: Daemon) -> None:
     with contextlib.closing(BrokerConnection(daemon.broker, "slow", 10.0)) as connection:
         started_s = time.monotonic()
         with pending(daemon, calls.token(connection.token), 1, 60.0) as (call,):
             with pytest.raises(grpc.RpcError, match="no request came"):
                 list(call)
-            assert time.monotonic() - started_s < rpc.REQUEST_S + ANSWER_S
+            assert time.monotonic() - started_s < lanes.WORKERS.request_s + ANSWER_S
 
 
 def test_overload_says_when_to_come_again_and_the_client_does(daemon: Daemon) -> None:

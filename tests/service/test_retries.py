@@ -5,11 +5,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvstore_service.client import AdminClient, StoreClient, StoreError
+from kvstore_service.daemon.front.replies import Replies
 from tests.daemon_process import Daemon
 from tests.service.world import LAYOUT
 
@@ -72,6 +74,25 @@ def test_a_call_whose_answer_was_lost_is_repeated_and_done_once(daemon: Daemon, 
         session = client.open_session(LAYOUT, 1024)
         assert line.cuts == 1
         assert [item.session_id for item in admin.list_sessions()] == [session]
+
+
+def test_a_repeated_call_does_not_share_the_end_of_one_whose_peer_had_left() -> None:
+    replies = Replies()
+    begun, left = threading.Event(), threading.Event()
+
+    def first() -> bytes:
+        begun.set()
+        left.wait(10.0)
+        raise StoreError("CANCELLED", "nobody waits for this call any more")
+
+    with ThreadPoolExecutor(2) as pool:
+        given_up = pool.submit(replies.once, "caller", "method", "key", b"request", first, 10.0)
+        assert begun.wait(10.0)
+        repeated = pool.submit(replies.once, "caller", "method", "key", b"request", lambda: b"done", 10.0)
+        left.set()
+        assert repeated.result(10.0) == b"done"
+        with pytest.raises(StoreError, match="CANCELLED"):
+            given_up.result(10.0)
 
 
 def test_a_call_to_a_daemon_that_is_gone_is_not_repeated(daemon: Daemon) -> None:

@@ -149,6 +149,13 @@ def test_impossible_memory_is_refused_and_can_be_asked_for_again(
         client.register_worker(1, 1 << 16, 1 << 16, [RingGeometry(8, 8, 64)])
 
 
+def test_a_workers_wait_is_bounded(client: StoreClient) -> None:
+    ring = [RingGeometry(8, 8, 64)]
+    with pytest.raises(StoreError, match=r"INVALID_ARGUMENT.*600000"):
+        client.register_worker(1, 1 << 16, 1 << 16, ring, wait_ms=600_001)
+    client.register_worker(1, 1 << 16, 1 << 16, ring, wait_ms=600_000).close()
+
+
 def test_health_speaks_for_each_service(channel: grpc.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     for service in ("", "kvstore.v1.StoreService", "kvstore.v1.AdminService"):

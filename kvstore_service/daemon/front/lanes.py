@@ -21,19 +21,22 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Limits:
-    """Threads that all, one user and one caller may hold, and calls in flight of a user and of a caller."""
+    """Threads that all, one user and one caller may hold, calls in flight of a user and of a caller, and how long a
+    request may take to come once its caller's turn is there."""
 
     threads: int
     user_threads: int
     caller_threads: int
     user_calls: int
     caller_calls: int
+    request_s: float = 5.0
 
 
 WORKERS = Limits(threads=32, user_threads=24, caller_threads=4, user_calls=1024, caller_calls=64)
 OPERATORS = Limits(threads=8, user_threads=6, caller_threads=4, user_calls=64, caller_calls=16)
 STREAMS = Limits(threads=8, user_threads=6, caller_threads=4, user_calls=12, caller_calls=4)
-OPEN = Limits(threads=1, user_threads=1, caller_threads=1, user_calls=256, caller_calls=256)
+# Of callers that nobody knows: none has to wait for another one's request.
+OPEN = Limits(threads=1, user_threads=4096, caller_threads=4096, user_calls=4096, caller_calls=4096, request_s=1.0)
 
 
 class Lane:
@@ -42,16 +45,10 @@ class Lane:
 
     def __init__(self, name: str, limits: Limits) -> None:
         self.limits = limits
-        self._name = name
         self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix=name)
         self._free = asyncio.Semaphore(limits.threads)
         self._calls: Counter[str | int] = Counter()
         self._turns: dict[str | int, asyncio.Semaphore] = {}
-
-    @property
-    def calls(self) -> int:
-        """Calls in flight."""
-        return self._calls.total() // 2
 
     @asynccontextmanager
     async def place(self, caller: Caller) -> AsyncIterator["Place"]:

@@ -10,6 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from kvstore_service.shared.types import StoreError
 
 REPLIES_MAX = 64  # per caller
+GIVEN_UP = ("CANCELLED", "DEADLINE_EXCEEDED")
 REPLY_BYTES_MAX = 64 << 10  # what is larger is not kept
 IDEMPOTENCY_KEY_MAX = 128
 
@@ -30,7 +31,14 @@ class Replies:
         if len(key) > IDEMPOTENCY_KEY_MAX:
             raise StoreError("INVALID_ARGUMENT", f"an idempotency key has at most {IDEMPOTENCY_KEY_MAX} letters")
         digest = hashlib.sha256(request).digest()
-        name = (method, key)
+        while (answer := self._try(caller, (method, key), digest, act, timeout_s)) is None:
+            pass
+        return answer
+
+    def _try(
+        self, caller: str, name: tuple[str, str], digest: bytes, act: Callable[[], bytes], timeout_s: float
+    ) -> bytes | None:
+        """None if the first call was given up because its peer had left: this one is the first then."""
         with self._lock:
             answers = self._answers.setdefault(caller, OrderedDict())
             first = answers.get(name)
@@ -59,10 +67,14 @@ class Replies:
             self._answers.pop(caller, None)
 
 
-def _repeat(first: tuple[bytes, Future[bytes]], digest: bytes, timeout_s: float) -> bytes:
+def _repeat(first: tuple[bytes, Future[bytes]], digest: bytes, timeout_s: float) -> bytes | None:
     if first[0] != digest:
         raise StoreError("INVALID_ARGUMENT", "the idempotency key was used with another request", reason="KEY_REUSED")
     try:
         return first[1].result(timeout_s)
     except FutureTimeout:
         raise StoreError("DEADLINE_EXCEEDED", "the first call with this idempotency key is still under way") from None
+    except StoreError as error:
+        if error.code in GIVEN_UP:
+            return None
+        raise

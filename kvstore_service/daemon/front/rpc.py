@@ -32,7 +32,7 @@ from kvstore_service.shared.types import StoreError
 TOKEN_ENTRY = "kvstore-token"
 REQUEST_ID_ENTRY = "kvstore-request-id"
 DEADLINE_S_MAX = 24 * 3600.0
-REQUEST_S = 5.0  # for a request to come, once its turn is there
+OPEN_S = 5.0  # for a call of health, which needs no deadline
 MESSAGE_BYTES_MAX = 4 << 20
 ERROR_LETTERS_MAX = 1000
 DOMAIN = "kvstore"
@@ -99,7 +99,7 @@ class Gate(grpc.aio.ServerInterceptor):
                         await _converse(handler, requests, context)
                     else:
                         await place.take_turn()
-                        request = await _only(requests)
+                        request = await _only(requests, lane.limits.request_s)
                         answer = self._stream if handler.response_streaming else self._unary
                         await answer(call, handler, request, context, place)
                 took_s = time.monotonic() - call.began_s
@@ -204,7 +204,7 @@ class Gate(grpc.aio.ServerInterceptor):
 def _time_remaining(context: grpc.aio.ServicerContext, mandatory: bool) -> float:
     remaining_s: float | None = context.time_remaining()
     if remaining_s is None and not mandatory:
-        return REQUEST_S
+        return OPEN_S
     if remaining_s is None or remaining_s > DEADLINE_S_MAX:
         raise StoreError(
             "INVALID_ARGUMENT", "a deadline is mandatory; give one of at most a day", reason="DEADLINE_MISSING"
@@ -212,14 +212,14 @@ def _time_remaining(context: grpc.aio.ServicerContext, mandatory: bool) -> float
     return remaining_s
 
 
-async def _only(requests: AsyncIterator[bytes]) -> bytes:
+async def _only(requests: AsyncIterator[bytes], timeout_s: float) -> bytes:
     """The one request of a call. DEADLINE_EXCEEDED if it does not come, INVALID_ARGUMENT if there is none."""
     try:
-        async with asyncio.timeout(REQUEST_S):
+        async with asyncio.timeout(timeout_s):
             return await anext(requests)
     except TimeoutError:
         raise StoreError(
-            "DEADLINE_EXCEEDED", f"no request came within {REQUEST_S:g} s", reason="REQUEST_MISSING"
+            "DEADLINE_EXCEEDED", f"no request came within {timeout_s:g} s", reason="REQUEST_MISSING"
         ) from None
     except StopAsyncIteration:
         raise StoreError("INVALID_ARGUMENT", "the call has no request") from None

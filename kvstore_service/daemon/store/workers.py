@@ -13,6 +13,7 @@ from kvstore_service.shared import memory
 from kvstore_service.shared.types import RingGeometry, StoreError
 
 RINGS_MAX = 64
+WAIT_MS_MAX = 600_000
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Workers:
                     "registered already; connect to the broker again for new memory",
                     reason="REGISTERED_ALREADY",
                 )
+            if wait_ms > WAIT_MS_MAX:
+                raise StoreError("INVALID_ARGUMENT", f"wait_ms {wait_ms}: a worker waits at most {WAIT_MS_MAX} ms")
             memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings)
             self._state.registry.grant(worker, slots, memory_bytes)
             worker.wait_ms = wait_ms

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from kvstore_service.private import DAEMON_ARGV, PrivateDaemon
 
 from bench.neighbour import (
     BULK_RECORDS,
@@ -34,6 +33,7 @@ from bench.neighbour import (
 from bench.store import counters, scratch
 from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.client import RingGeometry
+from kvstore_service.client.private import DAEMON_ARGV, PrivateDaemon
 
 HOT_P99_US_MAX = 1000
 SHARE_MIN = 0.45

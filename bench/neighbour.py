@@ -26,7 +26,6 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-from kvstore_service.private import PrivateDaemon
 from numpy.typing import NDArray
 
 from decode_worker import _native
@@ -39,6 +38,7 @@ from kvstore_service.client import (
     RingGeometry,
     StoreClient,
 )
+from kvstore_service.client.private import PrivateDaemon
 
 LANES = 2
 RECORD_BYTES = 512

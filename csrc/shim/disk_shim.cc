@@ -69,8 +69,8 @@ ssize_t Injected::answer(bool write, void* buffer, size_t bytes, ssize_t result)
 }
 
 bool prepare(Site site, Injected& injected, io_uring_sqe* sqe, bool write, uint32_t& bytes) {
-  bool has_waited = injected.action == Action::kDelay;  // a repeat: each request is delayed once
-  injected = has_waited ? Injected{} : take(site);
+  bool delayed = injected.action == Action::kDelay;  // and repeated now, as the same operation
+  injected = delayed ? Injected{} : take(site);
   if (injected.action == Action::kDelay) {
     injected.delay = {int64_t(injected.value / 1'000'000), int64_t(injected.value % 1'000'000 * 1000)};
     io_uring_prep_timeout(sqe, &injected.delay, 0, 0);

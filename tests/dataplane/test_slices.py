@@ -38,7 +38,7 @@ def test_a_neighbour_and_the_control_plane_are_served_within_a_flood(directory, 
         mine, theirs = victim.bind(0, [pack], 512), hostile.bind(0, [pack], 512)
         assert victim.ask(OP_RANGE, 0, run(0, mine, pair_count=512)).tolist() == [[OK, 0]]
         ticket = hostile.post(OP_RANGE, 0, flood(theirs))
-        for _ in range(20):
+        for _ in range(5):
             assert victim.ask(OP_RANGE, 0, run(0, mine, pair_count=512)).tolist() == [[OK, 0]]
             victim.plane.census()  # a command
         assert hostile.ring.poll(ticket)[-1, 0] == 0, "the flood was served first"

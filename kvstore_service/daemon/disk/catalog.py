@@ -37,6 +37,7 @@ _OWN_FILES = (
     "catalog.sqlite-journal",
 )  # fmt: skip
 _OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
+_CACHE_BYTES = 16 << 20  # of SQLite pages, however many packs there are
 _TOUCHES_MAX = 1024  # uses that are remembered before they are written
 _FETCH_ROWS = 1 << 16
 _SCAN_ROWS = 4096  # rows that one page looks at, so that no listing holds the lock for long
@@ -138,6 +139,7 @@ class Catalog:
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=FULL")
                 self._db.execute("PRAGMA foreign_keys=ON")
+                self._db.execute(f"PRAGMA cache_size=-{_CACHE_BYTES >> 10}")
                 self._id = schema.bring_up(self._db, data_dir)
                 self._recall_tenants()
                 self._stamp = Stamp(data_dir / "packs.stamp")

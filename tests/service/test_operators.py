@@ -265,8 +265,9 @@ def test_a_cancelled_opening_leaves_no_session(daemon: Daemon, client: StoreClie
     request = store_pb.OpenSessionRequest(layout=wire.layout_to(LAYOUT), declared_max_tokens=4096)
     for number in range(20):
         metadata = client._metadata(f"cancelled-{number}")
-        opening = client._stub.OpenSession.future(request, timeout=10.0, metadata=metadata)
         os.kill(daemon.pid, signal.SIGSTOP)
+        opening = client._stub.OpenSession.future(request, timeout=10.0, metadata=metadata)
+        time.sleep(0.01)  # for the request to be sent
         opening.cancel()
         os.kill(daemon.pid, signal.SIGCONT)
         assert opening.cancelled()

@@ -185,7 +185,8 @@ def say(line: str) -> None:
 def main() -> int:
     state, socket, broker = sys.argv[1:]
     try:
-        getattr(Doomed(socket, broker), state)()
+        doomed = Doomed(socket, broker)  # named: what it holds lives as long as it does
+        getattr(doomed, state)()
     except (StoreError, RingError) as error:
         say(f"ended {getattr(error, 'code', type(error).__name__)}")
         return 1

@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvstore_service import kvctl
+from kvstore_service._proto import store_service_pb2 as store_pb
 from kvstore_service.client import AdminClient, StoreClient, StoreError
+from kvstore_service.daemon.store.events import BACKLOG_MAX, Events
+from kvstore_service.shared import wire
 from tests.daemon_process import Daemon
 from tests.faults.life import until
 from tests.service.test_administration import ROOT, chain, run
@@ -255,3 +258,29 @@ def test_an_open_session_seals_and_ends_while_the_daemon_drains(worker: TestWork
         client.open_session(LAYOUT, 4096)
     client.close_session(session)
     client.close_session(session)
+
+
+def test_a_cancelled_opening_leaves_no_session(daemon: Daemon, client: StoreClient, admin: AdminClient) -> None:
+    """The daemon finds request and cancellation together."""
+    request = store_pb.OpenSessionRequest(layout=wire.layout_to(LAYOUT), declared_max_tokens=4096)
+    for number in range(20):
+        metadata = client._metadata(f"cancelled-{number}")
+        os.kill(daemon.pid, signal.SIGSTOP)
+        opening = client._stub.OpenSession.future(request, timeout=10.0, metadata=metadata)
+        time.sleep(0.01)  # for the request to be sent
+        opening.cancel()
+        os.kill(daemon.pid, signal.SIGCONT)
+        assert opening.cancelled()
+    until(lambda: admin.list_sessions() == [], "sessions that nobody heard of are closed")
+
+
+def test_a_slow_watcher_loses_the_oldest_events_and_is_told() -> None:
+    events = Events()
+    with events.watch(["commit"]) as watch:
+        for number in range(BACKLOG_MAX + 10):
+            events.tell("commit", detail=str(number))
+            events.tell("drain")
+        first = watch.take(0.0)
+        assert first is not None
+        assert (first.detail, watch.dropped, events.dropped()) == ("10", 10, 10)
+    assert events.dropped() == 10

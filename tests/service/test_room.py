@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
-from kvstore_service.client import AdminClient, PackImportance, PackRef, StoreClient, StoreError
+from kvstore_service.client import NO_PARENT, AdminClient, PackImportance, PackRef, StoreClient, StoreError
+from kvstore_service.daemon.store.prefixes import Prefixes
+from kvstore_service.shared.types import PackRow
 from tests.daemon_process import Daemon
 from tests.faults.life import until
 from tests.service.test_administration import chain
@@ -228,3 +231,18 @@ def test_lookups_beside_eviction_name_nothing_that_cannot_be_attached(tmp_path: 
         assert attached
         assert admin.get_status().counters["packs_evicted_room"] > 10
         assert [check for check in admin.audit() if not check.ok] == []
+
+
+def test_a_lookup_never_names_a_pack_whose_removal_has_begun() -> None:
+    """The pack is condemned when the lookup comes, and gone some milliseconds later."""
+    row = PackRow(PackRef(bytes(32), bytes(16), 0, TOKENS), NO_PARENT, LAYOUT, "uid-0", PACK_BYTES)
+    gone_s = time.monotonic() + 0.02
+
+    def held(*_: object) -> PackRow | None:
+        return row if time.monotonic() < gone_s else None
+
+    state = MagicMock(served=held)
+    state.catalog.served = held
+    state.tenant_key.return_value = bytes(32)
+    state.registry.is_condemned = lambda name: held() is not None
+    assert Prefixes(state).lookup(MagicMock(tenant="uid-0"), LAYOUT.fingerprint, [candidate(1)]) == []

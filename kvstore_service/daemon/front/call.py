@@ -1,6 +1,7 @@
 """One call, as its handler sees it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore_service.daemon.store.registry import Worker
@@ -29,6 +30,7 @@ class Call:
     caller: Caller
     began_s: float = field(default_factory=time.monotonic)
     cancelled: bool = False
+    undo: Callable[[], object] | None = None  # of what only the caller can end, should it leave before it hears of it
 
     @property
     def worker(self) -> Worker:

@@ -40,6 +40,7 @@ COUNTERS = {
     "commit_exists": "commits that found the pack committed by another",
     "commits": "packs committed",
     "crc_errors": "blocks that failed their checksum",
+    "events_dropped": "events that slow watchers lost",
     "evictions": "frames taken from one extent for another",
     "extent_hits": "extents that a run found whole in DRAM",
     "extent_misses": "extents that a run had to read from disk",

@@ -107,6 +107,8 @@ class Gate(grpc.aio.ServerInterceptor):
                 _log(call, logging.DEBUG, "answered")
             except asyncio.CancelledError:
                 call.cancelled = True
+                if call.undo is not None:
+                    lane.submit(call.undo)
                 raise
             except grpc.aio.AbortError:
                 raise

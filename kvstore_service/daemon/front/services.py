@@ -64,6 +64,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
 
     def _keep(self, context: Call, session: Session) -> None:
         """Nobody would ever close a session whose opener has left before it heard the id."""
+        context.undo = lambda: self._store.sessions.close(session.worker, session.session_id)
         if not context.is_active():
             self._store.sessions.close(session.worker, session.session_id)
             context.require_active()

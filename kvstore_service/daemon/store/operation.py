@@ -101,6 +101,7 @@ class Operation:
             "packs_damaged": totals.damaged,
             "uploads_reserved": self._state.uploads.open_count(),
             "sessions": len(self._state.registry.all()),
+            "events_dropped": self._state.events.dropped(),
             "draining": int(self._state.draining.is_set()),
         }
         return {**self._state.plane.stats(), **self._state.counts(), **gauges}

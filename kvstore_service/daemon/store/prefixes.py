@@ -1,5 +1,6 @@
 """Prefixes: which stored packs a prompt starts with."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,8 @@ from kvstore_service.shared.types import FINGERPRINT_BYTES, NO_PARENT, PackRef, 
 CANDIDATES_MAX = 16384
 CHAINS_MAX = 8
 PROBES_MAX = 256  # files that a lookup opens beyond a damaged one
-LOOKS = 3  # at a chain that is being evicted meanwhile
+LOOKS = 7  # at a chain that is being evicted meanwhile; a removal takes milliseconds
+LOOK_S = 0.001
 
 
 class Prefixes:
@@ -51,18 +53,19 @@ class Prefixes:
         require_active: Callable[[], None],
     ) -> list[PackRef]:
         """What is found stays for a while: the last pack's lease keeps the whole chain from being evicted."""
-        for _ in range(LOOKS):
+        for look in range(LOOKS):
             found = self._longest(worker, fingerprint, candidates, require_active)
             if not found:
                 return found
             last = found[-1].pack_id
             self._state.leases.take([last], worker.token)
-            # It may have gone between the look and the lease.
+            # It may have gone between the look and the lease, or be about to go.
             if not self._state.registry.is_condemned(last) and self._state.catalog.served(last) is not None:
-                break
-        self._state.use([ref.pack_id for ref in found])
-        self._state.count("lookup_tokens_found", found[-1].end)
-        return found
+                self._state.use([ref.pack_id for ref in found])
+                self._state.count("lookup_tokens_found", found[-1].end)
+                return found
+            time.sleep(LOOK_S * 2**look)
+        return []
 
     def _longest(
         self,

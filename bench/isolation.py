@@ -65,7 +65,7 @@ class Settings:
     bulk_passes: int = 3  # 192 MiB parts of the attacker's document: more than the DRAM tier holds
     cold_reads: int = 8
     unbinds: int = 8
-    range_mib: int = 64
+    range_mib: int = 128  # so that the smallest run still is a whole extent
     attack_s: float = 3.0  # how long memory is watched
 
 
@@ -161,7 +161,7 @@ def _cold_read(daemon: PrivateDaemon, reader: Neighbour, settings: Settings, bul
         tickets = (reader.gather([int(next(extents)) * EXTENT_RECORDS]) for _ in range(settings.cold_reads))
         times_ms = []
         for ticket in tickets:
-            times_ms.append(_ms(lambda ticket=ticket: reader.fetch(ticket)))  # type: ignore[misc]
+            times_ms.append(_ms(lambda ticket=ticket: reader.fetch(ticket)))
             time.sleep(0.005)
         return float(np.median(times_ms))
 
@@ -176,7 +176,7 @@ def _range_gbps(settings: Settings) -> list[Figure]:
     rates: dict[int, list[float]] = {256: [], 8192: []}
     with _daemon(SMALL_DRAM_BYTES) as daemon, Neighbour(daemon, document, RingGeometry(2, 8192, 1)) as reader:
         for runs in list(rates) * (settings.repeats if settings.repeats < 3 else 2):
-            seconds = _ms(lambda runs=runs: reader.fetch(reader.range(0, records, runs))) / 1000  # type: ignore[misc]
+            seconds = _ms(lambda runs=runs: reader.fetch(reader.range(0, records, runs))) / 1000
             rates[runs].append(settings.range_mib * MIB / 1e9 / seconds)
     shares = [many / few for many, few in zip(rates[8192], rates[256], strict=True)]
     return [

@@ -6,6 +6,7 @@
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import select
@@ -440,7 +441,7 @@ def _usage_error(arguments: argparse.Namespace) -> str:
         return "--older-than chooses among --unused; give both"
     if bool(arguments.tcp) != bool(arguments.tls):
         return "--tcp and --tls belong together; give both"
-    return "--timeout 0: write seconds above 0" if not arguments.timeout else ""
+    return "--timeout 0: write seconds above 0" if arguments.timeout == 0 else ""
     return "--timeout 0: write seconds above 0" if arguments.timeout == 0 else ""
 
 
@@ -473,10 +474,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _connected(arguments: argparse.Namespace) -> AdminClient:
+    deadline_s = time.monotonic() + (math.inf if arguments.timeout is None else arguments.timeout)
+    call_s = arguments.timeout or CALL_S
     if arguments.tcp:
-        return AdminClient.connect_tls(arguments.tcp, arguments.tls, arguments.timeout)
-    broker = arguments.broker or _broker_beside(arguments.socket)
-    return AdminClient.connect(arguments.socket, broker, arguments.timeout)
+        client = AdminClient.connect_tls(arguments.tcp, arguments.tls, call_s)
+    else:
+        broker = arguments.broker or _broker_beside(arguments.socket)
+        client = AdminClient.connect(arguments.socket, broker, call_s)
+    client.deadline_s = deadline_s
+    return client
 
 
 def _broker_beside(socket: str) -> str:

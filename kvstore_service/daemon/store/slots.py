@@ -64,7 +64,7 @@ class Slots:
         if slot not in worker.bound:
             if slot in worker.unbound:
                 return
-            raise StoreError("NOT_FOUND", f"slot {slot} is not bound")
+            raise StoreError("NOT_FOUND", f"slot {slot} is not bound", reason="SLOT_NOT_BOUND")
         with native.errors():
             self._state.plane.unbind(registered(worker), slot)
         binding = worker.bound.pop(slot)

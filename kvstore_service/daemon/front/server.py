@@ -51,6 +51,7 @@ class Server:
     def stop(self, grace_s: float) -> None:
         """Ends what is in flight after `grace_s`, and returns when no handler runs any more. Idempotent."""
         if not self._thread.is_alive():
+            self._loop.close()  # of a server that never listened
             return
         if self._server is not None:
             self._await(self._server.stop(grace_s)).result(grace_s + 5.0)

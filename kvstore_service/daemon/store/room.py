@@ -92,9 +92,11 @@ class Room:
         with self._lock:
             yield self._unpromise
 
-    def promised_bytes(self) -> int:
+    @contextmanager
+    def still(self) -> Iterator[int]:
+        """Bytes set aside, while nothing is added or stored. Who needs another lock as well takes this one first."""
         with self._lock:
-            return self._promised.total()
+            yield self._promised.total()
 
     def relieve(self) -> None:
         """Evicts from the high down to the low watermark, a step at a time."""

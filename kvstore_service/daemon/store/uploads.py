@@ -302,8 +302,8 @@ class Uploads:
 
     def promised(self) -> tuple[int, dict[Path, int]]:
         """(bytes set aside, files of open uploads with the bytes that each will have)."""
-        with self._lock:
-            return self._room.promised_bytes(), {self._path(u.row): u.row.file_bytes for u in self._uploads.values()}
+        with self._room.still() as promised_bytes, self._lock:
+            return promised_bytes, {self._path(u.row): u.row.file_bytes for u in self._uploads.values()}
 
     def _rows(self, session: Session, reservations: Sequence[PackReservation], tenant_key: bytes) -> list[PackRow]:
         """What the reservations would become, with fresh builds; checks the chain."""

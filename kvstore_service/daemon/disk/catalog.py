@@ -384,8 +384,8 @@ class Catalog:
 
     def commit_packs(self, rows: Sequence[PackRow]) -> list[PackRow | None]:
         """One transaction for rows whose files are durable. The answer has, in order, what the store holds now:
-        the row itself, the winner that had its id before, or None if the parent is gone. A damaged row gives way, and
-        its file and sidecars with it."""
+        the row itself, the winner that had its id before, or None if the parent is gone. A damaged row gives way, and,
+        if it was of another build, its file and sidecars with it."""
         gone: list[tuple[PackRow, list[str]]] = []
         with self._transaction() as db:
             winners = [self._commit_pack(db, row, gone) for row in rows]
@@ -411,7 +411,8 @@ class Catalog:
         replaced = _pack_row(held[1:])
         if held[0] is None:
             return replaced
-        gone.append((replaced, _drop_sidecars(db, name)[0]))
+        if replaced.ref.build != row.ref.build:
+            gone.append((replaced, _drop_sidecars(db, name)[0]))
         columns = ", ".join(f"{column} = ?" for column in _PACK_COLUMNS.split(", "))
         db.execute(f"UPDATE packs SET {columns}, damage = NULL WHERE pack_id = ?1", _pack_values(row))
         return row

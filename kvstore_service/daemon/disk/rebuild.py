@@ -12,8 +12,9 @@ from pathlib import Path
 from kvstore_service import _native
 from kvstore_service.daemon.disk import files, pack_header, sidecars
 from kvstore_service.daemon.disk.builds import made_by
-from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow
+from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.files import sync_directory
+from kvstore_service.daemon.disk.rows import SidecarRow
 from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.shared.types import NO_PARENT, PackRef, PackRow, StoreError, format_size
 

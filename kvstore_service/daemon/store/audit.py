@@ -9,8 +9,9 @@ from pathlib import Path
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.disk import files
-from kvstore_service.daemon.disk.catalog import Catalog, PackFilter
+from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
+from kvstore_service.daemon.disk.rows import PackFilter
 from kvstore_service.daemon.store.registry import Registry, Worker
 from kvstore_service.daemon.store.uploads import Uploads
 

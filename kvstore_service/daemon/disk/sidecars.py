@@ -14,8 +14,9 @@ import struct
 import zlib
 
 from kvstore_service.daemon.directories import what_is
-from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow
+from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.files import sync_directory
+from kvstore_service.daemon.disk.rows import SidecarRow
 from kvstore_service.shared import memory
 from kvstore_service.shared.types import SidecarKey, StoreError
 

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from kvstore_service import _native
 from kvstore_service.daemon.directories import what_is
 from kvstore_service.daemon.disk import pack_header, sidecars
-from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.rows import SidecarRow
 from kvstore_service.daemon.logs import event
 from kvstore_service.shared.types import NO_PARENT, PackRow, StoreError
 

@@ -14,7 +14,7 @@ from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
 from kvstore_service.daemon.config import Config
-from kvstore_service.daemon.disk.catalog import PackFilter
+from kvstore_service.daemon.disk.rows import PackFilter
 from kvstore_service.daemon.disk.sidecars import SIDECAR_BYTES_MAX
 from kvstore_service.daemon.front.broker import Broker
 from kvstore_service.daemon.front.call import Call

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvstore_service.daemon.disk.catalog import FOREVER_S, ListedPack, PackFilter, Quota
+from kvstore_service.daemon.disk.rows import ListedPack, PackFilter, Quota
+from kvstore_service.daemon.disk.uses import FOREVER_S
 from kvstore_service.daemon.store import audit
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.daemon.store.room import Bound
@@ -53,7 +54,7 @@ class Operation:
         """All or none, for `ttl_s` seconds or, with 0, until they are unpinned. NOT_FOUND."""
         if not 0 <= ttl_s < math.inf:
             raise StoreError("INVALID_ARGUMENT", f"ttl_s {ttl_s}: seconds, or 0 for ever")
-        self._state.catalog.pin(pack_ids, pinned, time.time() + ttl_s if ttl_s else FOREVER_S)
+        self._state.catalog.uses.pin(pack_ids, pinned, time.time() + ttl_s if ttl_s else FOREVER_S)
 
     def evict(self, pack_ids: Sequence[bytes], descendants: bool) -> list[EvictedPack]:
         """Removes each pack as a whole or says why not; packs go before those that they continue."""

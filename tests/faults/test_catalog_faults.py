@@ -132,7 +132,7 @@ def test_every_durable_call_of_the_control_plane_fails_once(
         assert raised == (None if forgiven else code), (at, name)
         life.give_up()
         life.check_nothing_is_left()
-        assert daemon.store.state.room.promised_bytes() == 0, (at, name)
+        assert daemon.store.state.uploads.promised()[0] == 0, (at, name)
         life.live(at)
         life.check_nothing_is_left()
     print(sorted(failed), at)

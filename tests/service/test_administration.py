@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -27,19 +26,6 @@ from tests.service import world
 from tests.service.world import TestWorker
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def worker(client: StoreClient) -> Iterator[TestWorker]:
-    made = TestWorker(client)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def admin(daemon: Daemon) -> Iterator[AdminClient]:
-    with AdminClient.connect(daemon.socket, daemon.broker) as connected:
-        yield connected
 
 
 def chain(worker: TestWorker, session: str, numbers: list[int]) -> list[world.PackRef]:

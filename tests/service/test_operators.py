@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,19 +25,6 @@ from tests.service.test_room import PACK_BYTES, ids, store, write
 from tests.service.world import LAYOUT, TestWorker, candidate, digest, reservation
 
 TENANT = f"uid-{os.getuid()}"
-
-
-@pytest.fixture
-def worker(client: StoreClient) -> Iterator[TestWorker]:
-    made = TestWorker(client)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def admin(daemon: Daemon) -> Iterator[AdminClient]:
-    with AdminClient.connect(daemon.socket, daemon.broker) as connected:
-        yield connected
 
 
 def test_a_quota_bounds_a_user_evicts_its_packs_and_is_durable(tmp_path: Path) -> None:

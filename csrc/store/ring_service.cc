@@ -24,6 +24,10 @@ constexpr uint32_t kTakeAtOnce = 8;      // tickets
 constexpr uint64_t kTurnCost = 16 << 10;  // a turn ends with the step that reaches it
 constexpr uint64_t kStepCost = 2 << 10;
 constexpr uint64_t kWakeCost = 16 << 10;  // a system call
+// A step that takes longer than its bytes explain, such as one that faults in pages which the worker has given back,
+// costs its time. Most of a turn that is much longer was spent by others: this thread did not run.
+constexpr uint64_t kCostPerNs = 12;
+constexpr uint64_t kChargedNsMax = 200 * kMicrosecond;
 
 }  // namespace
 
@@ -147,10 +151,12 @@ void RingService::notice_changes() {
 // One turn of a ring. A failure costs its run or its worker, never the thread.
 void RingService::serve_ring(RingWork& ring) {
   uint64_t cost = 0;
+  const uint64_t began_ns = now_ns();
   try {
     if (ring.consumer->dead()) return close_worker(ring.worker);
     take(ring);
-    while (cost < kTurnCost && work(ring, cost)) cost += kStepCost;
+    while (cost < kTurnCost && work(ring, cost))
+      cost = std::max(cost + kStepCost, kCostPerNs * std::min(now_ns() - began_ns, kChargedNsMax));
   } catch (...) {
     add(counters_.worker_faults);
     return close_worker(ring.worker);
@@ -408,8 +414,12 @@ void RingService::add_worker(std::shared_ptr<Worker> worker) {
 }
 
 void RingService::add_ring(Worker& worker, std::unique_ptr<RingConsumer> ring) {
-  worker.rings.push_back(std::make_unique<RingWork>(worker, std::move(ring)));
-  rings_.push_back(worker.rings.back().get());
+  const size_t number = worker.rings.size();
+  worker.rings.push_back(std::make_unique<RingWork>(worker, std::move(ring), number));
+  // Not every bell of many rings wakes this thread at once (Bells): the first ring of each worker goes first.
+  auto behind = std::upper_bound(rings_.begin(), rings_.end(), number,
+                                 [](size_t n, const RingWork* other) { return n < other->number; });
+  rings_.insert(behind, worker.rings.back().get());
 }
 
 void RingService::close_worker(Worker& worker) {

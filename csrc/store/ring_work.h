@@ -52,8 +52,8 @@ struct RingWork : FairNode {
   // Runs that may be under way at once: none waits for the disk behind more than these, none is begun beyond them.
   static constexpr uint32_t kWindow = 128;
 
-  RingWork(Worker& worker, std::unique_ptr<RingConsumer> ring)
-      : FairNode(&worker.turns->turn), worker(worker), consumer(std::move(ring)) {}
+  RingWork(Worker& worker, std::unique_ptr<RingConsumer> ring, size_t number)
+      : FairNode(&worker.turns->turn), worker(worker), consumer(std::move(ring)), number(number) {}
 
   RunTask& new_task() {
     if (spare.empty()) spare.push_back(std::make_unique<RunTask>());
@@ -75,6 +75,7 @@ struct RingWork : FairNode {
 
   Worker& worker;
   std::unique_ptr<RingConsumer> consumer;
+  const size_t number;  // among the worker's
   std::vector<std::unique_ptr<RunTask>> tasks, spare;
   uint32_t live = 0;  // tasks that have not ended
   TaskList ready, delayed, starved, watching;

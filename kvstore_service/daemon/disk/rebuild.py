@@ -132,7 +132,7 @@ def _restore(catalog: Catalog, rows: Sequence[PackRow], rebuilt: Rebuilt) -> Non
 def _restore_sidecar(catalog: Catalog, path: Path, rebuilt: Rebuilt) -> None:
     try:
         size = path.stat().st_size
-        key, _ = sidecars.parse(path.read_bytes())
+        key = sidecars.key_of(str(path))
         row = catalog.served(key.pack_id)
         if row is None or row.ref.build != key.build or path.suffix != ".sidecar":
             raise ValueError("its pack is not stored")

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any_pb2, descriptor_pool, duration_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -96,10 +96,9 @@ class Gate(grpc.aio.ServerInterceptor):
                     call.caller = self._judge(method, context)
                 async with lane.place(call.caller) as place, asyncio.timeout(call.time_remaining()):
                     if handler.request_streaming:
-                        await _converse(handler, requests, context)
+                        await _converse(call, handler, requests, context)
                     else:
-                        await place.take_turn()
-                        request = await _only(requests, lane.limits.request_s)
+                        request = await place.receive(lambda: _only(requests, lane.limits.request_s))
                         answer = self._stream if handler.response_streaming else self._unary
                         await answer(call, handler, request, context, place)
                 took_s = time.monotonic() - call.began_s
@@ -125,7 +124,7 @@ class Gate(grpc.aio.ServerInterceptor):
         def answer() -> bytes:
             logs.request_id.set(call.request_id)
             call.require_active()
-            message = _decoded(handler, request)
+            message = _decoded(call, handler, request)
 
             def act() -> bytes:
                 answered: bytes = handler.response_serializer(handler.unary_unary(message, call))
@@ -152,7 +151,7 @@ class Gate(grpc.aio.ServerInterceptor):
             nonlocal responses
             logs.request_id.set(call.request_id)
             if responses is None:
-                responses = iter(handler.unary_stream(_decoded(handler, request), call))
+                responses = iter(handler.unary_stream(_decoded(call, handler, request), call))
             response = next(responses, None)
             return None if response is None else handler.response_serializer(response)
 
@@ -227,18 +226,20 @@ async def _only(requests: AsyncIterator[bytes], timeout_s: float) -> bytes:
         raise StoreError("INVALID_ARGUMENT", "the call has no request") from None
 
 
-async def _converse(handler: grpc.RpcMethodHandler, requests: AsyncIterator[bytes], context: Any) -> None:
+async def _converse(call: Call, handler: grpc.RpcMethodHandler, requests: AsyncIterator[bytes], context: Any) -> None:
     """A stream of requests: reflection, which answers at once and in the event loop."""
 
     async def decoded() -> AsyncIterator[Message]:
         async for request in requests:
-            yield _decoded(handler, request)
+            yield _decoded(call, handler, request)
 
     async for response in handler.stream_stream(decoded(), context):
         await context.write(handler.response_serializer(response))
 
 
-def _decoded(handler: grpc.RpcMethodHandler, received: bytes) -> Message:
+def _decoded(call: Call, handler: grpc.RpcMethodHandler, received: bytes) -> Message:
+    method = descriptor_pool.Default().FindMethodByName(call.method.strip("/").replace("/", "."))
+    fields.check_size(received, method.input_type)
     try:
         request: Message = handler.request_deserializer(received)
     except DecodeError as error:
@@ -256,6 +257,7 @@ async def _refuse(call: Call, error: Exception, context: Any) -> None:
     if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
         failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
     _log(call, level, "refused", code=failure.code, reason=failure.message)
+    error.__traceback__ = None  # its frames hold the request, and a future in them holds the error
     details = ("grpc-status-details-bin", _status(failure).SerializeToString())
     await context.abort(grpc.StatusCode[failure.code], failure.message, (details, (REQUEST_ID_ENTRY, call.request_id)))
 

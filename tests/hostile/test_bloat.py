@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service.client import AdminClient, SidecarKey, StoreClient, StoreError
@@ -19,6 +20,7 @@ from kvstore_service.daemon.store.registry import Limits, Registry
 from kvstore_service.shared.types import PackRef, PackRow
 from tests.daemon_process import Daemon
 from tests.hostile import calls
+from tests.hostile.slow_peer import SlowPeer
 from tests.hostile.victim import Victim
 from tests.service.world import LAYOUT
 
@@ -94,6 +96,18 @@ def test_requests_that_are_not_read_yet_are_not_taken(daemon: Daemon) -> None:
                 list(call)
         for request in late:
             request.end()
+
+
+def test_strangers_that_push_slowly(daemon: Daemon) -> None:
+    """Health needs no token: large requests whose end does not come are not waited for when there are many."""
+    with (
+        contextlib.closing(SlowPeer(daemon.socket, "/grpc.health.v1.Health/Check")) as peer,
+        grpc.insecure_channel(f"unix:{daemon.socket}") as channel,
+        grows_little(daemon, MOST_BYTES),
+    ):
+        peer.push(streams=100, size_bytes=REQUEST_BYTES)
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_requests_of_a_user_that_come_at_once_are_few() -> None:

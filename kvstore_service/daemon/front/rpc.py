@@ -13,6 +13,7 @@ import re
 import secrets
 import sqlite3
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,8 @@ TOKEN_ENTRY = "kvstore-token"
 REQUEST_ID_ENTRY = "kvstore-request-id"
 DEADLINE_S_MAX = 24 * 3600.0
 OPEN_S = 5.0  # for a call of health, which needs no deadline
+STRANGERS_MAX = 8  # requests of calls of health that are waited for
+CROWDED_S = 0.1  # for those beyond
 MESSAGE_BYTES_MAX = 4 << 20
 ERROR_LETTERS_MAX = 1000
 DOMAIN = "kvstore"
@@ -68,6 +71,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._operators = Lane("operator", OPERATORS)
         self._streams = Lane("stream", STREAMS)
         self._open = Lane("health", OPEN)
+        self._strangers: deque[asyncio.Timeout] = deque()
 
     def close(self) -> None:
         """After the server has stopped; returns when no handler runs any more."""
@@ -98,7 +102,7 @@ class Gate(grpc.aio.ServerInterceptor):
                     if handler.request_streaming:
                         await _converse(call, handler, requests, context)
                     else:
-                        request = await place.receive(lambda: _only(requests, lane.limits.request_s))
+                        request = await place.receive(lambda: self._only(lane, requests))
                         answer = self._stream if handler.response_streaming else self._unary
                         await answer(call, handler, request, context, place)
                 took_s = time.monotonic() - call.began_s
@@ -117,6 +121,33 @@ class Gate(grpc.aio.ServerInterceptor):
                 await _refuse(call, error, context)
 
         return guarded
+
+    async def _only(self, lane: Lane, requests: AsyncIterator[bytes]) -> bytes:
+        """The one request of a call. DEADLINE_EXCEEDED if it does not come, INVALID_ARGUMENT if there is none."""
+        timeout_s = lane.limits.request_s
+        try:
+            async with asyncio.timeout(timeout_s) as patience:
+                if lane is self._open:
+                    self._crowd(patience)
+                return await anext(requests)
+        except TimeoutError:
+            raise StoreError(
+                "DEADLINE_EXCEEDED", f"no request came within {timeout_s:g} s", reason="REQUEST_MISSING"
+            ) from None
+        except StopAsyncIteration:
+            raise StoreError("INVALID_ARGUMENT", "the call has no request") from None
+        finally:
+            if patience in self._strangers:
+                self._strangers.remove(patience)
+
+    def _crowd(self, patience: asyncio.Timeout) -> None:
+        """Strangers are told apart by nothing: of many whose requests are not there yet, the oldest is not waited for,
+        so that slow ones hold little memory together and do not keep quick ones out."""
+        self._strangers.append(patience)
+        if len(self._strangers) > STRANGERS_MAX:
+            oldest, now_s = self._strangers.popleft(), asyncio.get_running_loop().time()
+            if not oldest.expired():
+                oldest.reschedule(min(oldest.when() or now_s, now_s + CROWDED_S))
 
     async def _unary(
         self, call: Call, handler: grpc.RpcMethodHandler, request: bytes, context: Any, place: Place
@@ -211,19 +242,6 @@ def _time_remaining(context: grpc.aio.ServicerContext, mandatory: bool) -> float
             "INVALID_ARGUMENT", "a deadline is mandatory; give one of at most a day", reason="DEADLINE_MISSING"
         )
     return remaining_s
-
-
-async def _only(requests: AsyncIterator[bytes], timeout_s: float) -> bytes:
-    """The one request of a call. DEADLINE_EXCEEDED if it does not come, INVALID_ARGUMENT if there is none."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await anext(requests)
-    except TimeoutError:
-        raise StoreError(
-            "DEADLINE_EXCEEDED", f"no request came within {timeout_s:g} s", reason="REQUEST_MISSING"
-        ) from None
-    except StopAsyncIteration:
-        raise StoreError("INVALID_ARGUMENT", "the call has no request") from None
 
 
 async def _converse(call: Call, handler: grpc.RpcMethodHandler, requests: AsyncIterator[bytes], context: Any) -> None:

@@ -161,8 +161,10 @@ class Daemon:
         self.config.socket.unlink(missing_ok=True)
 
     def _release(self, worker: Worker) -> None:
-        self._replies.forget(worker.token)
-        self.store.workers.release(worker)
+        try:
+            self.store.workers.release(worker)
+        finally:
+            self._replies.forget(worker.token)  # after it no call of the worker succeeds
 
 
 def serve(make: Callable[[], Daemon]) -> int:

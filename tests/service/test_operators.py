@@ -120,6 +120,16 @@ def test_kill_names_one_worker(daemon: Daemon, admin: AdminClient) -> None:
             admin.kill_worker("twin")
 
 
+def test_a_workers_name_hides_nobody(daemon: Daemon, admin: AdminClient) -> None:
+    """A worker cannot keep itself, or another one, from being killed by calling itself what that one goes by."""
+    with StoreClient.connect(daemon.socket, daemon.broker, "meant") as client, ExitStack() as stack:
+        meant = TestWorker(client)
+        name = str(meant.memory.worker_id)
+        stack.enter_context(StoreClient.connect(daemon.socket, daemon.broker, name))
+        assert admin.kill_worker(name).name == "meant"
+        meant.close()
+
+
 def test_watch_tells_what_happens(daemon: Daemon, worker: TestWorker, admin: AdminClient) -> None:
     events = admin.watch(timeout_s=20.0)
     assert next(events).kind == "watch"

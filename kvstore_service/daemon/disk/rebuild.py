@@ -141,7 +141,7 @@ def _bring_back(path: Path, directory: Path) -> None:
 def _restore_sidecar(catalog: Catalog, path: Path, rebuilt: Rebuilt) -> None:
     try:
         size = path.stat().st_size
-        key, _ = sidecars.parse(path.read_bytes())
+        key = sidecars.key_of(str(path))
         row = catalog.served(key.pack_id)
         if row is None or row.ref.build != key.build or path.suffix != ".sidecar":
             raise ValueError("its pack is not stored")

@@ -130,7 +130,7 @@ class Verifier:
         """What was wrong with it, if it was dropped for that."""
         try:
             chunks = self._chunks(self._catalog.sidecars_dir / row.file, row.file_bytes)
-            key, _ = sidecars.parse(b"".join(map(bytes, chunks)))
+            key = sidecars.check((chunk.data for chunk in chunks), row.file_bytes)
             reason = "" if key == row.key else "it is another one's"
         except (FileNotFoundError, ValueError) as error:
             reason = str(error)

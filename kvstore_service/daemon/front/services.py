@@ -139,7 +139,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
         return pb.GetSidecarResponse(transfer=transfer, size=size_bytes, shape=shape)
 
     def HintImportance(self, request: pb.HintImportanceRequest, context: Call) -> pb.HintImportanceResponse:
-        hints = [(wire.ref_of(item.pack), list(item.hot_records)) for item in request.packs]
+        hints = [(wire.ref_of(item.pack), item.hot_records) for item in request.packs]
         self._store.packs.hint_importance(context.worker, request.session_id, hints)
         return pb.HintImportanceResponse()
 

@@ -146,14 +146,18 @@ class Operation:
         return self._state.registry.workers()
 
     def find_worker(self, text: str) -> Worker:
-        """By its id, its pid or its name. NOT_FOUND, or FAILED_PRECONDITION if several are meant."""
-        found = [w for w in self.workers() if text in (str(w.native_id), str(w.pid), w.name)]
+        """By its id or, if nobody has that, its pid, or its name: what it calls itself hides nobody else. NOT_FOUND, or
+        FAILED_PRECONDITION if several are meant."""
+        workers = self.workers()
+        found: list[Worker] = []
+        for name_of in (lambda w: str(w.native_id or ""), lambda w: str(w.pid), lambda w: w.name):
+            found = found or [worker for worker in workers if name_of(worker) == text]
         if not found:
             raise StoreError("NOT_FOUND", f"no worker has the id, pid or name {text!r}; see kvctl workers")
         if len(found) > 1:
-            pids = ", ".join(str(worker.pid) for worker in found)
+            names = ", ".join(f"{worker.native_id or 'none'} (pid {worker.pid})" for worker in found)
             raise StoreError(
-                "FAILED_PRECONDITION", f"{len(found)} workers are called {text!r}; name one by pid: {pids}"
+                "FAILED_PRECONDITION", f"{len(found)} workers are called {text!r}; name one by id: {names}"
             )
         return found[0]
 

@@ -104,6 +104,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._sessions: dict[str, Session] = {}
         self._references: Counter[bytes] = Counter()
+        self._rows: dict[bytes, PackRow] = {}  # of what is referenced: sessions with the same packs share their rows
         self._condemned: set[bytes] = set()
 
     def add_worker(self, uid: int, pid: int, name: str, operator: bool = False) -> Worker:
@@ -166,16 +167,28 @@ class Registry:
                     raise StoreError(
                         "NOT_FOUND", f"pack {row.ref.pack_id.hex()} is being evicted", reason="PACK_EVICTED"
                     )
-            session.packs.extend(packs)
+            session.packs.extend(self._shared(row) for row in packs)
             self._references.update(row.ref.pack_id for row in packs)
 
     def retract(self, session: Session, count: int) -> None:
         """Takes the last `count` packs back."""
         with self._lock:
             first = len(session.packs) - count
-            self._references.subtract(row.ref.pack_id for row in session.packs[first:])
-            self._references += Counter()
+            self._drop(session.packs[first:])
             del session.packs[first:]
+
+    def _shared(self, row: PackRow) -> PackRow:
+        """For a caller that holds the lock."""
+        held = self._rows.setdefault(row.ref.pack_id, row)
+        return held if held == row else row  # it may have been written anew
+
+    def _drop(self, packs: list[PackRow]) -> None:
+        """For a caller that holds the lock."""
+        self._references.subtract(row.ref.pack_id for row in packs)
+        for row in packs:
+            if not self._references[row.ref.pack_id]:
+                del self._references[row.ref.pack_id]
+                self._rows.pop(row.ref.pack_id, None)
 
     @contextmanager
     def condemned(self, pack_id: bytes) -> Iterator[None]:
@@ -207,8 +220,7 @@ class Registry:
         with self._lock:
             if self._sessions.pop(session.session_id, None) is None:
                 return
-            self._references.subtract(row.ref.pack_id for row in session.packs)
-            self._references += Counter()  # drops the zeros
+            self._drop(session.packs)
         session.worker.sessions.pop(session.session_id, None)
 
     def of(self, worker: Worker, session_id: str) -> Session:

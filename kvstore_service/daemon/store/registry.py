@@ -162,10 +162,7 @@ class Registry:
         """From here on the packs cannot be evicted. NOT_FOUND if one is being evicted."""
         with self._lock:
             for row in packs:
-                if row.ref.pack_id in self._condemned:
-                    raise StoreError(
-                        "NOT_FOUND", f"pack {row.ref.pack_id.hex()} is being evicted", reason="PACK_EVICTED"
-                    )
+                self._require_kept(row.ref.pack_id)
             session.packs.extend(packs)
             self._references.update(row.ref.pack_id for row in packs)
 
@@ -176,6 +173,24 @@ class Registry:
             self._references.subtract(row.ref.pack_id for row in session.packs[first:])
             self._references += Counter()
             del session.packs[first:]
+
+    @contextmanager
+    def keeping(self, pack_id: bytes) -> Iterator[None]:
+        """While it is held, the pack stays. NOT_FOUND if its eviction has begun."""
+        with self._lock:
+            self._require_kept(pack_id)
+            self._references[pack_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._references[pack_id] -= 1
+                if not self._references[pack_id]:
+                    del self._references[pack_id]
+
+    def _require_kept(self, pack_id: bytes) -> None:
+        if pack_id in self._condemned:
+            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is being evicted", reason="PACK_EVICTED")
 
     @contextmanager
     def condemned(self, pack_id: bytes) -> Iterator[None]:

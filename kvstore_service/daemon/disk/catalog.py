@@ -33,8 +33,8 @@ from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, P
 TENANT_KEY_BYTES = 32
 FOREVER_S = math.inf
 _OWN_FILES = (
-    "lock", "packs.stamp", "tenants", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm",
-    "catalog.sqlite-journal",
+    "lock", "packs.stamp", "tenants", "tenants.new", "ballast", "catalog.sqlite", "catalog.sqlite-wal",
+    "catalog.sqlite-shm", "catalog.sqlite-journal",
 )  # fmt: skip
 _OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
 _CACHE_BYTES = 16 << 20  # of SQLite pages, however many packs there are
@@ -631,7 +631,7 @@ def _unopened(data_dir: Path, error: sqlite3.DatabaseError) -> StoreError:
     """Why the catalogue could not be opened: only what SQLite calls corrupt is lost."""
     message = f"{data_dir}/catalog.sqlite cannot be read: {error}"
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return StoreError("DATA_LOSS", message)
+        return StoreError("DATA_LOSS", f"{message}; move it away, then kvstored rebuild gives the packs new rows")
     disk = os.statvfs(data_dir)
     if disk.f_bavail * disk.f_frsize < _OPEN_BYTES:
         return StoreError("RESOURCE_EXHAUSTED", f"{message}; the disk is full, make {_OPEN_BYTES >> 10} KiB of room")

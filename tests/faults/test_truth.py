@@ -462,7 +462,7 @@ def test_another_extent_size_is_refused_with_one_line(tmp_path: Path) -> None:
         assert "set it to 2" in output
 
 
-@pytest.mark.parametrize("name", ["lock", "catalog.sqlite", "tenants", "packs.stamp"])
+@pytest.mark.parametrize("name", ["lock", "catalog.sqlite", "tenants", "tenants.new", "packs.stamp", "ballast"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_something_else_in_a_files_place_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
     make(tmp_path / name)

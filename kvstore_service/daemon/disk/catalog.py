@@ -41,8 +41,8 @@ from kvstore_service.shared.types import NO_PARENT, PackRow, SidecarKey, StoreEr
 
 TENANT_KEY_BYTES = 32
 _OWN_FILES = (
-    "lock", "packs.stamp", "tenants", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm",
-    "catalog.sqlite-journal",
+    "lock", "packs.stamp", "tenants", "tenants.new", "ballast", "catalog.sqlite", "catalog.sqlite-wal",
+    "catalog.sqlite-shm", "catalog.sqlite-journal",
 )  # fmt: skip
 _FETCH_ROWS = 1 << 16
 _SCAN_ROWS = 4096  # rows that one page looks at, so that no listing holds the lock for long

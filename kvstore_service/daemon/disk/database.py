@@ -86,7 +86,7 @@ def unopened(data_dir: Path, error: sqlite3.DatabaseError) -> StoreError:
     """Why the catalogue could not be opened: only what SQLite calls corrupt is lost."""
     message = f"{data_dir}/catalog.sqlite cannot be read: {error}"
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return StoreError("DATA_LOSS", message)
+        return StoreError("DATA_LOSS", f"{message}; move it away, then kvstored rebuild gives the packs new rows")
     disk = os.statvfs(data_dir)
     if disk.f_bavail * disk.f_frsize < _OPEN_BYTES:
         return StoreError("RESOURCE_EXHAUSTED", f"{message}; the disk is full, make {_OPEN_BYTES >> 10} KiB of room")

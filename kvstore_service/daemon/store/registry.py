@@ -163,10 +163,7 @@ class Registry:
         """From here on the packs cannot be evicted. NOT_FOUND if one is being evicted."""
         with self._lock:
             for row in packs:
-                if row.ref.pack_id in self._condemned:
-                    raise StoreError(
-                        "NOT_FOUND", f"pack {row.ref.pack_id.hex()} is being evicted", reason="PACK_EVICTED"
-                    )
+                self._require_kept(row.ref.pack_id)
             session.packs.extend(self._shared(row) for row in packs)
             self._references.update(row.ref.pack_id for row in packs)
 
@@ -189,6 +186,24 @@ class Registry:
             if not self._references[row.ref.pack_id]:
                 del self._references[row.ref.pack_id]
                 self._rows.pop(row.ref.pack_id, None)
+
+    @contextmanager
+    def keeping(self, pack_id: bytes) -> Iterator[None]:
+        """While it is held, the pack stays. NOT_FOUND if its eviction has begun."""
+        with self._lock:
+            self._require_kept(pack_id)
+            self._references[pack_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._references[pack_id] -= 1
+                if not self._references[pack_id]:
+                    del self._references[pack_id]
+
+    def _require_kept(self, pack_id: bytes) -> None:
+        if pack_id in self._condemned:
+            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is being evicted", reason="PACK_EVICTED")
 
     @contextmanager
     def condemned(self, pack_id: bytes) -> Iterator[None]:

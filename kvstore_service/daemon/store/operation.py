@@ -151,7 +151,7 @@ class Operation:
         workers = self.workers()
         found: list[Worker] = []
         for name_of in (lambda w: str(w.native_id or ""), lambda w: str(w.pid), lambda w: w.name):
-            found = found or [worker for worker in workers if name_of(worker) == text]
+            found = found or [worker for worker in workers if text and name_of(worker) == text]
         if not found:
             raise StoreError("NOT_FOUND", f"no worker has the id, pid or name {text!r}; see kvctl workers")
         if len(found) > 1:

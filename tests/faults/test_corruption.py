@@ -129,7 +129,7 @@ class Shelf:
             assert lost == {block for block in bad if block <= self.data_blocks}
             assert self.rig.plane.pack_damaged(self.pack.handle) == bool(lost)
             assert set(self.rig.plane.verify_pack(self.pack.handle)) == bad
-            assert _refused(lambda: self.rig.plane.read_map(self.pack.handle)) == any(b > self.data_blocks for b in bad)
+            assert _refused(lambda: self.rig.map_of(self.pack)) == any(b > self.data_blocks for b in bad)
 
     def does_not_open(self) -> bool:
         def attempt() -> None:

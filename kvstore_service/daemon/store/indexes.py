@@ -1,5 +1,6 @@
 """Indexes: sidecars of packs, and the maps that packs carry themselves."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -69,8 +70,15 @@ class Indexes:
                     "NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}", reason="SIDECAR_NOT_STORED"
                 )
             return shared
-        with self._state.open_packs.using(row) as handle, native.errors():
-            return memory.of_bytes("kvstore-map", np.ascontiguousarray(self._state.plane.read_map(handle)).tobytes())
+        shared = memory.create("kvstore-map", self.size(worker, key))
+        try:
+            with self._state.open_packs.using(row) as handle, native.errors():
+                self._state.plane.copy_map(handle, shared)
+            memory.add_seals(shared, memory.CONSTANT | memory.F_SEAL_SEAL)
+        except BaseException:
+            os.close(shared)
+            raise
+        return shared
 
     def map_shape(self, name: bytes) -> tuple[int, int, int]:
         row = self._state.catalog.any_pack(name)

@@ -10,8 +10,8 @@ import pytest
 
 from bench.isolation import private_mib
 from bench.neighbour import ATTACKS, SMALL, SPARSE, Document, Neighbour
-from tests.daemon_process import Daemon
 from tests.isolation.conftest import HOT
+from tests.support.daemon_process import Daemon
 
 EXCESS_MIB_MAX = 64
 WATCHED_S = 2.0

@@ -14,9 +14,9 @@ import pytest
 
 from kvstore_service import kvctl
 from kvstore_service.client import AdminClient, SidecarKey, StoreClient, StoreError
-from tests.daemon_process import Daemon
-from tests.service import world
-from tests.service.world import TestWorker
+from tests.support import world
+from tests.support.daemon_process import Daemon
+from tests.support.world import TestWorker
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,12 +13,12 @@ import pytest
 from kvstore_service.client import NO_PARENT, AdminClient, PackImportance, PackRef, StoreClient, StoreError
 from kvstore_service.daemon.store.prefixes import Prefixes
 from kvstore_service.shared.types import PackRow
-from tests.daemon_process import Daemon
-from tests.faults.life import until
 from tests.service.test_administration import chain
-from tests.service.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
+from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
 
-PACK_BYTES = 274_432  # of a pack of tests.service.world
+PACK_BYTES = 274_432  # of a pack of tests.support.world
 RECORDS = np.arange(TOKENS, dtype=np.uint32)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import ERROR, NO_PAIRS, OK, UNAVAILABLE, WAIT_US, Rig, run, spec
 
 from decode_worker._native import OP_GATHER, OP_RANGE, OP_STORE
 from kvstore_service._native import RingGeometry
 from tests.faults.conftest import shim
+from tests.support.rig import ERROR, NO_PAIRS, OK, UNAVAILABLE, WAIT_US, Rig, run, spec
 
 __all__ = ["shim"]
 
@@ -90,14 +90,13 @@ def shimmed(shim: Path, script: str, directory: Path) -> None:
     native = importlib.util.module_from_spec(found)
     sys.modules["kvstore_service._native"] = kvstore_service._native = native
     found.loader.exec_module(native)
-    from rig import ERROR, NO_PAIRS, OK, UNAVAILABLE, WAIT_US, Rig, run, until
+    from tests.support.rig import ERROR, NO_PAIRS, OK, UNAVAILABLE, WAIT_US, Rig, run, until
     from decode_worker._native import OP_GATHER, OP_RANGE, OP_STORE
     rng, directory, SECOND = np.random.default_rng(0), Path({str(directory)!r}), 1_000_000
     """
-    path = f"{ROOT}:{ROOT / 'tests' / 'dataplane'}"
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(prologue) + textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -4,10 +4,10 @@ import os
 
 import numpy as np
 import pytest
-from rig import ABORTED, DATA_LOSS, ERROR, INVALID_ARGUMENT, OK, Rig, all_records, run, spec
 
 from decode_worker._native import OP_GATHER, OP_RANGE, OP_STORE
 from kvstore_service._native import DataPlane, KindSpec, NativeError, PackSpec
+from tests.support.rig import ABORTED, DATA_LOSS, ERROR, INVALID_ARGUMENT, OK, Rig, all_records, run, spec
 
 BLOCK = 4096
 

@@ -9,8 +9,8 @@ import pytest
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import candidates
 from kvstore_service.client import AdminClient, PackRef, StoreError
-from tests.daemon_process import Daemon
-from tests.faults.life import until
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
 
 from .conftest import PACK_TOKENS, EngineFactory, Expected, attached_tokens, greedy, joined, random_ids
 from .pack_files import PackFile, packs_by_id

@@ -15,8 +15,8 @@ from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.daemon import config, server
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.shared.types import PackRef, PackRow
-from tests.faults.life import Life
-from tests.service.world import LAYOUT, TOKENS
+from tests.support.life import Life
+from tests.support.world import LAYOUT, TOKENS
 
 
 class Nth:

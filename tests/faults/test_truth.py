@@ -26,10 +26,10 @@ from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.shared import settings
 from kvstore_service.shared.types import PackRow, format_size
-from tests.daemon_process import Daemon
-from tests.faults.life import until
 from tests.service.test_catalog import pack_row
-from tests.service.world import LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
+from tests.support.world import LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
 
 CHAIN = 10
 BLOCK = 4096

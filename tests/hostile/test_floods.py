@@ -22,11 +22,11 @@ from kvstore_service.daemon.front.broker import TRANSFER_BYTES_MAX
 from kvstore_service.daemon.store.indexes import SIDECARS_MAX
 from kvstore_service.daemon.store.registry import Limits
 from kvstore_service.shared import wire
-from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.calls import METHODS, path_of
 from tests.hostile.victim import Victim
-from tests.service.world import LAYOUT, candidate
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT, candidate
 
 CALLS = 96  # of one kind
 ANSWER_S = 5.0  # generous: an answer that a flood holds up comes never

@@ -17,6 +17,7 @@ from decode_worker import _native
 from kvstore_service.client import NO_PARENT, KindSpec, Layout, PackRef, PackReservation, RingGeometry, StoreClient
 from tests.daemon_process import Daemon
 from tests.isolation.conftest import HOT
+from tests.support.daemon_process import Daemon
 
 EXCESS_MIB_MAX = 64
 WATCHED_S = 2.0

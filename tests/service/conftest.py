@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import AdminClient, StoreClient
-from tests.daemon_process import Daemon
-from tests.service.world import TestWorker
+from tests.support.daemon_process import Daemon
+from tests.support.world import TestWorker
 
 
 @pytest.fixture

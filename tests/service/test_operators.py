@@ -18,11 +18,11 @@ from kvstore_service._proto import store_service_pb2 as store_pb
 from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.daemon.store.events import BACKLOG_MAX, Events
 from kvstore_service.shared import wire
-from tests.daemon_process import Daemon
-from tests.faults.life import until
 from tests.service.test_administration import ROOT, chain, run
 from tests.service.test_room import PACK_BYTES, ids, store, write
-from tests.service.world import LAYOUT, TestWorker, candidate, digest, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
+from tests.support.world import LAYOUT, TestWorker, candidate, digest, reservation
 
 TENANT = f"uid-{os.getuid()}"
 

@@ -12,9 +12,9 @@ import pytest
 from kvstore_service.client import AdminClient, PackRef, SidecarKey
 from kvstore_service.daemon.disk import rebuild
 from kvstore_service.daemon.disk.catalog import Catalog
-from tests.daemon_process import Daemon
 from tests.faults.test_truth import CHAIN, joined, kvstored, looked_up, write_chain
-from tests.service.world import LAYOUT, TOKENS
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT, TOKENS
 
 
 def lose(data: Path) -> None:

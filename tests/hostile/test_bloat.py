@@ -18,11 +18,11 @@ from kvstore_service.daemon.front.call import Caller
 from kvstore_service.daemon.front.replies import REPLIES_BYTES_MAX, Replies
 from kvstore_service.daemon.store.registry import Limits, Registry
 from kvstore_service.shared.types import PackRef, PackRow
-from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.slow_peer import SlowPeer
 from tests.hostile.victim import Victim
-from tests.service.world import LAYOUT
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT
 
 WORKERS, CALLS_EACH = 4, 4
 REQUEST_BYTES = (4 << 20) - 4096

@@ -15,7 +15,6 @@ from bench.isolation import private_mib
 from bench.neighbour import ATTACKS, NO_PAIRS, SMALL, SPARSE, Document, Neighbour, require_ok
 from decode_worker import _native
 from kvstore_service.client import NO_PARENT, KindSpec, Layout, PackRef, PackReservation, RingGeometry, StoreClient
-from tests.daemon_process import Daemon
 from tests.isolation.conftest import HOT
 from tests.support.daemon_process import Daemon
 

@@ -10,7 +10,7 @@ import pytest
 
 from decode_worker import _native
 from kvstore_service._native import RingGeometry
-from tests.dataplane.rig import ERROR, INVALID_ARGUMENT, OK, WAIT_US, Pack, Rig, run, spec
+from tests.support.rig import ERROR, INVALID_ARGUMENT, OK, WAIT_US, Pack, Rig, run, spec
 
 PAGE = 4096
 STEP_RECORDS = 2048  # of 64 B, at most

@@ -21,9 +21,9 @@ from kvstore_service.client import AdminClient, SidecarKey, StoreClient, StoreEr
 from kvstore_service.client.call import local_channel
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.shared.types import NO_PARENT, PACK_ID_BYTES, PackRef, PackRow
-from tests.daemon_process import Daemon
-from tests.service import world
-from tests.service.world import TestWorker
+from tests.support import world
+from tests.support.daemon_process import Daemon
+from tests.support.world import TestWorker
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ import pytest
 from kvstore_service.client import AdminClient, SidecarKey, StoreClient, StoreError
 from kvstore_service.daemon import config, server
 from kvstore_service.daemon.store import registry
-from tests.service.world import LAYOUT, TestWorker, candidate, reservation
+from tests.support.world import LAYOUT, TestWorker, candidate, reservation
 
 Place = str  # file:line of the lock's creation
 ROUNDS = 6

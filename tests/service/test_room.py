@@ -28,7 +28,9 @@ from kvstore_service.daemon.store.room import Room
 from kvstore_service.shared.types import PackRow
 from tests.service.test_administration import chain
 from tests.service.test_catalog import pack_row
-from tests.service.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
+from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
 
 PACK_BYTES = 274_432  # of a pack of tests.support.world
 RECORDS = np.arange(TOKENS, dtype=np.uint32)

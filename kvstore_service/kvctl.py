@@ -261,8 +261,8 @@ def explain(client: AdminClient, output: Output, arguments: argparse.Namespace) 
 
 
 def quota(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
-    if arguments.size is not None:
-        client.set_quota(_tenant(arguments.tenant), arguments.size)
+    if arguments.size is not None or arguments.dram is not None:
+        client.set_quota(_tenant(arguments.tenant), arguments.size, arguments.dram)
     rows = [_plain(item) for item in client.list_quotas()]
     output.rows("quotas", [row for row in rows if not arguments.tenant or row["tenant"] == _tenant(arguments.tenant)])
     return 0
@@ -398,9 +398,10 @@ def parser() -> argparse.ArgumentParser:
         "subject", nargs="?", default="", metavar="SUBJECT",
         help="a session, or the beginning of a pack's id or of a prompt's last digest (default: the latest lookups)",
     )  # fmt: skip
-    bound = add("quota", quota, "what users store and may store on disk; set it with SIZE")
+    bound = add("quota", quota, "what users have and may have, on disk and in DRAM; set it with SIZE and --dram")
     bound.add_argument("tenant", nargs="?", default="", metavar="UID")
-    bound.add_argument("size", nargs="?", type=_quota_size, metavar="SIZE", help="such as 8GiB, or none")
+    bound.add_argument("size", nargs="?", type=_quota_size, metavar="SIZE", help="on disk: such as 8GiB, or none")
+    bound.add_argument("--dram", type=_quota_size, metavar="SIZE", help="of the DRAM tier: such as 1GiB, or none")
     add("token", token, "print a token for other gRPC clients (grpcurl); it is valid while this command runs")
     completion = commands.add_parser("completion", help="print the completion script of a shell", allow_abbrev=False)
     completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)

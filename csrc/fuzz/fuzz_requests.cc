@@ -105,7 +105,7 @@ struct World {
       }
     }
     plane.finish_upload(upload);
-    return plane.open_pack(directory + "/" + std::to_string(files));
+    return plane.open_pack(directory + "/" + std::to_string(files), document);
   }
 
   // The victim asks for a few records through either ring; they must come, in time, and be its own.
@@ -145,7 +145,9 @@ struct World {
       for (auto& [name, value] : plane.stats()) stats[name] = value;
       bool adds_up = census["runs"] == census["runs_ended"] && census["runs_in_flight"] == 0 &&
                      census["blocks_landed"] == census["blocks_valid"] + census["blocks_evicted"] &&
-                     census["frames_used"] == census["frames_held"] && stats["frames_pinned"] == 0;
+                     census["frames_used"] == census["frames_held"] &&
+                     census["frames_used"] == census["frames_of_owners"] && census["owners_miscounted"] == 0 &&
+                     stats["frames_pinned"] == 0;
       if (adds_up) return;
       require(now_ns() < deadline_ns, "the census does not add up");
     }

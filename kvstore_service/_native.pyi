@@ -135,8 +135,9 @@ class DataPlane:
         only on success; after an error call `abort_upload`."""
     def abort_upload(self, upload: int) -> None:
         """Waits for the upload's I/O in flight, closes and unlinks its file."""
-    def open_pack(self, path: str) -> int:
-        """Checks header and CRC table (DATA_LOSS), opens with O_DIRECT, returns a handle (u32).
+    def open_pack(self, path: str, owner: int = 0) -> int:
+        """Checks header and CRC table (DATA_LOSS), opens with O_DIRECT, returns a handle (u32). Its frames count as
+        those of `owner` (a uid).
 
         FAILED_PRECONDITION: another pack version, another extent_blocks, or a file system without O_DIRECT."""
     def close_pack(self, pack: int) -> None:
@@ -196,6 +197,18 @@ class DataPlane:
     def unbind(self, worker: int, slot: int) -> None:
         """Returns only when no ticket or copy of the slot's epoch can still store."""
 
+    # bounds
+    @property
+    def dram_quota_min(self) -> int:
+        """Bytes: the least quota, eight frames."""
+    def set_dram_quota(self, owner: int, bytes: int) -> None:
+        """Bounds the frames of the owner's packs; 0: no bound. At its bound an owner takes the place of its own frames
+        only. On return what it has above the bound is gone, but for frames that runs use: they go with those.
+
+        INVALID_ARGUMENT below dram_quota_min."""
+    def owners(self) -> dict[int, int]:
+        """Frames by owner, of all that have some."""
+
     # figures
     def stats(self) -> dict[str, int]:
         """Counters since the start: tickets, runs, runs_ok, runs_error, runs_stale, records_copied, bytes_copied,
@@ -209,7 +222,8 @@ class DataPlane:
         thread did not begin within 5 s)."""
     def census(self) -> dict[str, int]:
         """Both sides of what must add up, counted in different places: runs = runs_ended + runs_in_flight,
-        blocks_landed = blocks_valid + blocks_evicted (4 KiB blocks of frames), frames_used = frames_held."""
+        blocks_landed = blocks_valid + blocks_evicted (4 KiB blocks of frames), frames_used = frames_held =
+        frames_of_owners; owners_miscounted = 0."""
     def histograms(self) -> dict[str, tuple[list[int], list[int], int]]:
         """{name: (upper bounds in us, counts, sum in us)}; one count more than bounds, for what took longer.
 

@@ -1,6 +1,7 @@
 // kvstore_service._native: the data plane for Python. The API is documented in kvstore_service/_native.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -261,7 +262,7 @@ void bind_data_plane(nb::module_& m) {
       .def("upload_missing", &DataPlane::upload_missing, "upload"_a, NoGil())
       .def("finish_upload", &DataPlane::finish_upload, "upload"_a, NoGil())
       .def("abort_upload", &DataPlane::abort_upload, "upload"_a, NoGil())
-      .def("open_pack", &DataPlane::open_pack, "path"_a, NoGil())
+      .def("open_pack", &DataPlane::open_pack, "path"_a, "owner"_a = 0, NoGil())
       .def("close_pack", &DataPlane::close_pack, "pack"_a, NoGil())
       .def("pack_spec", &DataPlane::pack_header, "pack"_a, NoGil())
       .def("copy_map", &DataPlane::copy_map, "pack"_a, "to_fd"_a, NoGil())
@@ -276,6 +277,9 @@ void bind_data_plane(nb::module_& m) {
       .def("bind", &bind_slot, "worker"_a, "slot"_a, "packs"_a, "windows"_a, "record_bytes"_a)
       .def("extend", &DataPlane::extend, "worker"_a, "slot"_a, "pack"_a, NoGil())
       .def("unbind", &DataPlane::unbind, "worker"_a, "slot"_a, NoGil())
+      .def_prop_ro("dram_quota_min", &DataPlane::dram_quota_min)
+      .def("set_dram_quota", &DataPlane::set_dram_quota, "owner"_a, "bytes"_a, NoGil())
+      .def("owners", &DataPlane::owners)
       .def("stats", [](DataPlane& plane) { return figures_of(plane, &DataPlane::stats); })
       .def("census", [](DataPlane& plane) { return figures_of(plane, &DataPlane::census); })
       .def("histograms", &histograms)

@@ -100,12 +100,12 @@ struct World {
         }
         for (uint16_t i = 0; i < tokens; ++i, at += sizeof i) std::memcpy(at, &i, sizeof i);
         Run run{upload, 0, 0, 0, 0, uint16_t(lane), 0, 0};
-        uint64_t ticket = producers[0]->post(Op::kStore, 0, uint16_t(layer), {&run, 1}, {});
+        uint64_t ticket = producers[0]->post(Op::kStore, 0, uint16_t(layer), {&run, 1}, {}, kAnswerUs);
         require(producers[0]->wait(ticket, kAnswerUs, 30)[0].status == uint32_t(Status::kOk), "a STORE failed");
       }
     }
     plane.finish_upload(upload);
-    return plane.open_pack(directory + "/" + std::to_string(files));
+    return plane.open_pack(directory + "/" + std::to_string(files), document);
   }
 
   // The victim asks for a few records through either ring; they must come, in time, and be its own.
@@ -118,23 +118,13 @@ struct World {
     bool range = n % 3 == 0;
     if (range) run.first_pair = record, run.arg = place;
     RingProducer& ring = *producers[n / 2 % kRings];
-    uint64_t ticket = post(ring, range ? Op::kRange : Op::kGather, layer, run, {pairs, range ? 0 : kAsked});
+    uint64_t ticket = ring.post(range ? Op::kRange : Op::kGather, 0, uint16_t(layer), {&run, 1},
+                                {pairs, range ? 0 : kAsked}, kAnswerUs);
     RunResult result = ring.wait(ticket, kAnswerUs, 30)[0];
     require(result.status == uint32_t(Status::kOk), "the other worker's run failed");
     for (uint32_t i = 0; i < kAsked; ++i)
       require(victim->at(layer, lane, place + i) == Record::of(kVictim, layer, lane, record + i),
               "the other worker got a wrong record");
-  }
-
-  static uint64_t post(RingProducer& ring, Op op, uint32_t layer, const Run& run, std::span<const Pair> pairs) {
-    uint64_t deadline_ns = now_ns() + kAnswerUs * 1000;
-    while (true) {
-      try {
-        return ring.post(op, 0, uint16_t(layer), {&run, 1}, pairs);
-      } catch (const NoCredit&) {
-        require(now_ns() < deadline_ns, "the other worker got no credit");
-      }
-    }
   }
 
   // Every run has ended, every frame is accounted for, and none is pinned, once the reads in flight have landed.
@@ -145,7 +135,9 @@ struct World {
       for (auto& [name, value] : plane.stats()) stats[name] = value;
       bool adds_up = census["runs"] == census["runs_ended"] && census["runs_in_flight"] == 0 &&
                      census["blocks_landed"] == census["blocks_valid"] + census["blocks_evicted"] &&
-                     census["frames_used"] == census["frames_held"] && stats["frames_pinned"] == 0;
+                     census["frames_used"] == census["frames_held"] &&
+                     census["frames_used"] == census["frames_of_owners"] && census["owners_miscounted"] == 0 &&
+                     stats["frames_pinned"] == 0;
       if (adds_up) return;
       require(now_ns() < deadline_ns, "the census does not add up");
     }

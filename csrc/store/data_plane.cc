@@ -9,6 +9,7 @@ namespace headgate {
 namespace {
 
 constexpr auto kNap = std::chrono::microseconds(200);
+constexpr auto kShrinkNap = std::chrono::microseconds(50);  // lets copy threads have the frames' mutex
 constexpr auto kDropDeadline = std::chrono::seconds(5);
 constexpr auto kLetGoDeadline = std::chrono::seconds(1);
 constexpr uint32_t kWaitMs = 2000;  // of a worker that does not say how long it waits
@@ -115,8 +116,8 @@ void DataPlane::abort(const UploadEntry& entry, uint32_t upload) {
   entry.upload->abort();
 }
 
-uint32_t DataPlane::open_pack(const std::string& path) {
-  auto pack = std::make_shared<PackFile>(path, counters_);
+uint32_t DataPlane::open_pack(const std::string& path, uint32_t owner) {
+  auto pack = std::make_shared<PackFile>(path, frames_.account(owner), counters_);
   if (pack->header().extent_blocks != frames_.extent_blocks())
     throw failed_precondition(
         path + " has extents of " + std::to_string(pack->header().extent_blocks) +
@@ -180,6 +181,19 @@ void DataPlane::warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner)
     }
   }
   engines_[pack % engines_.size()]->call([&](RingService& service) { service.read_ahead(owner, std::move(job)); });
+}
+
+// --- bounds ---
+
+void DataPlane::set_dram_quota(uint32_t owner, uint64_t bytes) {
+  if (bytes > 0 && bytes < dram_quota_min())
+    throw invalid_argument("a DRAM quota of " + std::to_string(bytes) + " B is too small; set at least " +
+                           std::to_string(dram_quota_min()) + " B, or none");
+  uint64_t frames = std::min<uint64_t>(bytes / frames_.frame_bytes(), frames_.count());
+  FrameAccount& account = frames_.account(owner);
+  frames_.set_limit(account, bytes > 0 ? uint32_t(frames) : FrameAccount::kNoLimit);
+  while (!frames_.shrink(account)) std::this_thread::sleep_for(kShrinkNap);
+  for (auto& engine : engines_) engine->nudge();
 }
 
 // --- workers ---
@@ -400,7 +414,9 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::census() {
           {"blocks_evicted", f.blocks_evicted},
           {"blocks_valid", f.blocks_valid},
           {"frames_held", f.frames_held},
-          {"frames_used", f.frames_used}};
+          {"frames_used", f.frames_used},
+          {"frames_of_owners", f.frames_of_owners},
+          {"owners_miscounted", f.owners_miscounted}};
 }
 
 std::vector<std::pair<std::string, const Histogram*>> DataPlane::histograms() const {

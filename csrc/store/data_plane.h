@@ -40,7 +40,8 @@ class DataPlane {
   void finish_upload(uint32_t upload);
   void abort_upload(uint32_t upload);
 
-  uint32_t open_pack(const std::string& path);
+  // Its frames count as the owner's (a uid).
+  uint32_t open_pack(const std::string& path, uint32_t owner);
   // Reads in flight keep its frames; after some seconds they do so on their own.
   void close_pack(uint32_t pack);
   PackHeader pack_header(uint32_t pack);
@@ -63,6 +64,14 @@ class DataPlane {
   uint32_t extend(uint32_t worker, uint32_t slot, uint32_t pack);
   void unbind(uint32_t worker, uint32_t slot);
 
+  // The least bound on what an owner holds of the DRAM tier: enough for several runs at once.
+  uint64_t dram_quota_min() const { return uint64_t{kQuotaFramesMin} * frames_.frame_bytes(); }
+  // Bounds the frames of an owner's packs; 0: no bound. On return they are no more than that, but for frames that runs
+  // use at this moment: they go with those. INVALID_ARGUMENT below dram_quota_min().
+  void set_dram_quota(uint32_t owner, uint64_t bytes);
+  // Frames by owner, of all that have some.
+  std::map<uint32_t, uint32_t> owners() const { return frames_.used_by_owner(); }
+
   std::vector<std::pair<std::string, uint64_t>> stats();
   // Both sides of what must add up: Frames::Census, and runs begun, ended and under way.
   std::vector<std::pair<std::string, uint64_t>> census();
@@ -71,6 +80,8 @@ class DataPlane {
   void set_faults(const FaultOptions& options);
 
  private:
+  static constexpr uint32_t kQuotaFramesMin = 8;
+
   struct UploadEntry {
     std::shared_ptr<Upload> upload;
     std::shared_ptr<Worker> owner;

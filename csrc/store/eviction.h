@@ -19,15 +19,15 @@ class ClockPolicy {
   }
   void remove(uint32_t frame) { state_[frame] = {}; }
 
-  // For a read that a run waits for: passes over used frames once and over weighted ones `weight` times. After a
-  // bounded number of steps, which a large tier reaches when everything was just used, the frame last passed over has
-  // to go.
-  template <typename Evictable>
-  std::optional<uint32_t> victim(Evictable evictable) {
-    uint64_t steps = uint64_t{state_.size()} * (kWeightMax + 2);
+  // For a read that a run waits for: passes over used frames once and over weighted ones `weight` times. After
+  // `looks`, which a large tier reaches when everything was just used, the frame last passed over has to go.
+  // `next()` moves a hand over `frames` frames in turn and returns where it was.
+  template <typename Next, typename Evictable>
+  std::optional<uint32_t> victim(uint32_t frames, Next next, Evictable evictable, uint64_t looks = kLooksMax) {
+    uint64_t steps = uint64_t{frames} * (kWeightMax + 2);
     std::optional<uint32_t> passed;
-    for (uint64_t step = 0; step < steps && (step < kStepsMax || !passed); ++step) {
-      uint32_t frame = advance();
+    for (uint64_t step = 0; step < steps && (step < looks || !passed); ++step) {
+      uint32_t frame = next();
       State& s = state_[frame];
       if (!s.admitted || !evictable(frame)) continue;
       passed = frame;
@@ -41,16 +41,25 @@ class ClockPolicy {
     }
     return passed;
   }
+  // Over all frames.
+  template <typename Evictable>
+  std::optional<uint32_t> victim(Evictable evictable) {
+    return victim(uint32_t(state_.size()), [this] { return advance(); }, evictable);
+  }
 
   // For a read ahead: only a frame that is colder than everything with a use or a weight, and nothing wears down.
-  template <typename Evictable>
-  std::optional<uint32_t> coldest(Evictable evictable) {
-    for (uint32_t step = 0; step < kLookAhead && step < state_.size(); ++step) {
-      uint32_t frame = advance();
+  template <typename Next, typename Evictable>
+  std::optional<uint32_t> coldest(uint32_t frames, Next next, Evictable evictable) {
+    for (uint32_t step = 0; step < kLookAhead && step < frames; ++step) {
+      uint32_t frame = next();
       const State& s = state_[frame];
       if (s.admitted && !s.used && s.weight == 0 && evictable(frame)) return frame;
     }
     return std::nullopt;
+  }
+  template <typename Evictable>
+  std::optional<uint32_t> coldest(Evictable evictable) {
+    return coldest(uint32_t(state_.size()), [this] { return advance(); }, evictable);
   }
 
   static constexpr uint8_t kWeightMax = 7;
@@ -62,7 +71,7 @@ class ClockPolicy {
     uint8_t weight = 0;
   };
   static constexpr uint32_t kLookAhead = 256;
-  static constexpr uint64_t kStepsMax = 1024;
+  static constexpr uint64_t kLooksMax = 1024;
 
   uint32_t advance() {
     uint32_t frame = hand_;

@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cerrno>
+#include <unordered_map>
 
 #include "store/error.h"
 
@@ -14,6 +15,10 @@ constexpr uint64_t kHugePage = 2 << 20;
 constexpr int kBlocksReadSingly = 3;  // with more blocks wanted, the whole extent costs the disk no more
 
 constexpr size_t kLookAhead = 8;  // extents whose state is fetched before it is looked at
+
+// While an owner shrinks the mutex is held for some 20 us at a time.
+constexpr uint32_t kShrinkAtOnce = 256;
+constexpr uint64_t kShrinkLooks = 16;
 
 uint32_t frames_in(uint64_t dram_bytes, uint32_t extent_blocks) {
   if (extent_blocks < 1 || extent_blocks > kExtentBlocksMax) throw invalid_argument("extent_blocks must be 1..16");
@@ -54,6 +59,39 @@ uint32_t Frames::used() const {
   return count_ - uint32_t(free_.size());
 }
 
+FrameAccount& Frames::account(uint32_t owner) {
+  std::lock_guard lock(mutex_);
+  return accounts_.try_emplace(owner, owner).first->second;
+}
+
+void Frames::set_limit(FrameAccount& account, uint32_t frames) {
+  std::lock_guard lock(mutex_);
+  account.limit.store(frames, std::memory_order_relaxed);
+  releases_.fetch_add(1, std::memory_order_release);
+}
+
+bool Frames::shrink(FrameAccount& account) {
+  std::lock_guard lock(mutex_);
+  auto unpinned = [this](uint32_t frame) { return meta_[frame].pins == 0; };
+  for (uint32_t gone = 0; gone < kShrinkAtOnce; ++gone) {
+    bool above = account.used > account.limit.load(std::memory_order_relaxed);
+    if (!above || account.pinned.load(std::memory_order_relaxed) == account.used) {
+      releases_.fetch_add(1, std::memory_order_release);
+      return true;
+    }
+    give_up(*policy_.victim(account.used, [&] { return advance(account); }, unpinned, kShrinkLooks));
+  }
+  return false;
+}
+
+std::map<uint32_t, uint32_t> Frames::used_by_owner() const {
+  std::lock_guard lock(mutex_);
+  std::map<uint32_t, uint32_t> used;
+  for (const auto& [number, account] : accounts_)
+    if (account.used > 0) used[number] = account.used;
+  return used;
+}
+
 size_t Frames::acquire(std::span<ExtentUse> uses, size_t cold_max) {
   std::lock_guard lock(mutex_);
   size_t pinned = 0;
@@ -63,7 +101,7 @@ size_t Frames::acquire(std::span<ExtentUse> uses, size_t cold_max) {
     use.frame = use.pack->frame_of_extent[use.extent];
     bool room = pinned - hits < cold_max;
     if (use.frame == kNoFrame) {
-      if (room) use.frame = take_frame(false);
+      if (room) use.frame = take_frame(use.pack->account, false);
       if (use.frame == kNoFrame) break;
       admit(use.frame, use, 0);
     }
@@ -88,7 +126,7 @@ Frames::Ahead Frames::acquire_ahead(ExtentUse& use, uint8_t weight) {
   std::lock_guard lock(mutex_);
   use.frame = use.pack->frame_of_extent[use.extent];
   if (use.frame == kNoFrame) {
-    use.frame = take_frame(true);
+    use.frame = take_frame(use.pack->account, true);
     if (use.frame == kNoFrame) return Ahead::kFull;
     admit(use.frame, use, weight);
   }
@@ -148,50 +186,86 @@ bool Frames::drop(PackFile& pack) {
       empty = false;
       continue;
     }
-    evict(frame);
-    free_.push_back(frame);
+    give_up(frame);
   }
   return empty;
 }
 
 Frames::Census Frames::census() const {
   std::lock_guard lock(mutex_);
-  Census found{blocks_landed_, blocks_evicted_, 0, 0, count_ - free_.size()};
+  Census found{blocks_landed_, blocks_evicted_, 0, 0, count_ - free_.size(), 0, 0};
+  std::unordered_map<const FrameAccount*, uint32_t> held;
+  const FrameAccount* owner = nullptr;
+  uint32_t* held_by_owner = nullptr;  // of neighbouring frames mostly the same
   for (const Meta& m : meta_) {
     found.blocks_valid += std::popcount(m.valid);
-    found.frames_held += m.pack != nullptr;
+    if (m.pack == nullptr) continue;
+    ++found.frames_held;
+    if (owner != &m.pack->account) held_by_owner = &held[owner = &m.pack->account];
+    ++*held_by_owner;
+  }
+  for (const auto& [number, account] : accounts_) {
+    found.frames_of_owners += account.used;
+    found.owners_miscounted += account.used != held[&account];
   }
   return found;
 }
 
-uint32_t Frames::take_frame(bool ahead) {
-  if (!free_.empty()) {
+uint32_t Frames::take_frame(FrameAccount& owner, bool ahead) {
+  const uint32_t limit = owner.limit.load(std::memory_order_relaxed);
+  if (owner.used > limit) return kNoFrame;
+  if (owner.used < limit && !free_.empty()) {
     uint32_t frame = free_.back();
     free_.pop_back();
     return frame;
   }
-  if (pinned() == count_) return kNoFrame;  // a sweep could only find that out again, and starved runs ask often
-  auto unpinned = [this](uint32_t frame) { return meta_[frame].pins == 0; };
-  auto victim = ahead ? policy_.coldest(unpinned) : policy_.victim(unpinned);
+  auto victim = cold_frame(owner, ahead);
   if (!victim) return kNoFrame;
   evict(*victim);
   add(counters_.evictions);
   return *victim;
 }
 
+// Whose place the owner may take: of its own frames at its limit, of all below.
+std::optional<uint32_t> Frames::cold_frame(FrameAccount& owner, bool ahead) {
+  const bool own = owner.used == owner.limit.load(std::memory_order_relaxed);
+  // A sweep could only find that out again, and starved runs ask often.
+  if (own ? owner.pinned.load(std::memory_order_relaxed) == owner.used : pinned() == count_) return std::nullopt;
+  auto unpinned = [this](uint32_t frame) { return meta_[frame].pins == 0; };
+  if (!own) return ahead ? policy_.coldest(unpinned) : policy_.victim(unpinned);
+  auto next = [&] { return advance(owner); };
+  return ahead ? policy_.coldest(owner.used, next, unpinned) : policy_.victim(owner.used, next, unpinned);
+}
+
+uint32_t Frames::advance(FrameAccount& owner) {
+  uint32_t frame = owner.hand;
+  owner.hand = meta_[frame].after;
+  return frame;
+}
+
 void Frames::pin(uint32_t frame, uint32_t count) {
-  if (count > 0 && meta_[frame].pins == 0) pinned_.fetch_add(1, std::memory_order_relaxed);
-  meta_[frame].pins += count;
+  Meta& m = meta_[frame];
+  if (count > 0 && m.pins == 0) {
+    pinned_.fetch_add(1, std::memory_order_relaxed);
+    m.pack->account.pinned.fetch_add(1, std::memory_order_relaxed);
+  }
+  m.pins += count;
 }
 
 void Frames::unpin(uint32_t frame, uint32_t count) {
-  meta_[frame].pins -= count;
-  if (count > 0 && meta_[frame].pins == 0) pinned_.fetch_sub(1, std::memory_order_relaxed);
+  Meta& m = meta_[frame];
+  m.pins -= count;
+  if (count == 0 || m.pins > 0) return;
+  FrameAccount& owner = m.pack->account;
+  pinned_.fetch_sub(1, std::memory_order_relaxed);
+  owner.pinned.fetch_sub(1, std::memory_order_relaxed);
+  if (owner.used > owner.limit.load(std::memory_order_relaxed)) give_up(frame);
 }
 
 void Frames::admit(uint32_t frame, const ExtentUse& use, uint8_t weight) {
-  meta_[frame] = {use.pack, use.extent, 0, 0, 0};
+  meta_[frame] = {.pack = use.pack, .extent = use.extent};
   use.pack->frame_of_extent[use.extent] = frame;
+  link(use.pack->account, frame);
   policy_.admit(frame, weight);
 }
 
@@ -199,8 +273,32 @@ void Frames::evict(uint32_t frame) {
   Meta& m = meta_[frame];
   blocks_evicted_ += std::popcount(m.valid);
   m.pack->frame_of_extent[m.extent] = kNoFrame;
+  unlink(m.pack->account, frame);
   m = {};
   policy_.remove(frame);
+}
+
+void Frames::give_up(uint32_t frame) {
+  evict(frame);
+  free_.push_back(frame);
+}
+
+// Behind the hand, so that it comes there last.
+void Frames::link(FrameAccount& owner, uint32_t frame) {
+  if (owner.used++ == 0) owner.hand = meta_[frame].before = frame;
+  Meta& m = meta_[frame];
+  m.after = owner.hand;
+  m.before = meta_[owner.hand].before;
+  meta_[m.before].after = frame;
+  meta_[m.after].before = frame;
+}
+
+void Frames::unlink(FrameAccount& owner, uint32_t frame) {
+  const Meta& m = meta_[frame];
+  meta_[m.before].after = m.after;
+  meta_[m.after].before = m.before;
+  if (owner.hand == frame) owner.hand = m.after;
+  --owner.used;
 }
 
 }  // namespace headgate

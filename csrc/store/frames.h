@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -36,6 +38,9 @@ struct Landing {
 // Thread-safe. The mutex is held for a batch of extents, never across I/O or copies. A pinned frame keeps its extent;
 // blocks that are valid do not change, blocks that are loading belong to whoever reads them. Blocks are claimed as
 // loading only when their read is submitted, so that nobody waits for a read that itself waits in a queue.
+//
+// A frame belongs to the owner of its pack. An owner at its limit takes the place of its own frames only; above it,
+// once the limit was lowered, it takes none, and a frame goes when its last pin does.
 class Frames {
  public:
   // Never more than `dram_bytes` of memory. INVALID_ARGUMENT if not even one frame fits.
@@ -54,6 +59,15 @@ class Frames {
   uint32_t frame_bytes() const { return extent_blocks_ * kBlockBytes; }
   uint8_t* address(uint32_t frame) const { return memory_ + uint64_t{frame} * frame_bytes(); }
 
+  // Lives as long as this does.
+  FrameAccount& account(uint32_t owner);
+  // From now on the account takes no frame beyond so many; shrink() gives up those that it has. kNoLimit: no bound.
+  void set_limit(FrameAccount& account, uint32_t frames);
+  // Gives up some frames above the limit; true when those that are left above it, if any, are pinned.
+  bool shrink(FrameAccount& account);
+  // Of every owner that has some.
+  std::map<uint32_t, uint32_t> used_by_owner() const;
+
   // Pins the longest prefix of `uses` for which there are frames and in which at most `cold_max` are not ready; returns
   // its length.
   size_t acquire(std::span<ExtentUse> uses, size_t cold_max);
@@ -69,11 +83,13 @@ class Frames {
   // Gives up every unpinned frame of the pack; true when none is left.
   bool drop(PackFile& pack);
 
-  // What must add up, counted in two ways at one moment: landed = valid + evicted, used = held.
+  // What must add up, counted in two ways at one moment: landed = valid + evicted, used = held = of all owners, and
+  // each owner's frames = those found to be its.
   struct Census {
     uint64_t blocks_landed, blocks_evicted;  // since the start
     uint64_t blocks_valid, frames_held;      // found by looking at every frame
-    uint64_t frames_used;
+    uint64_t frames_used, frames_of_owners;
+    uint64_t owners_miscounted;
   };
   Census census() const;
 
@@ -82,13 +98,19 @@ class Frames {
     PackFile* pack = nullptr;
     uint32_t extent = 0;
     uint32_t pins = 0;
+    uint32_t before = 0, after = 0;  // in its owner's ring
     uint16_t valid = 0;
     uint16_t loading = 0;
   };
 
-  uint32_t take_frame(bool ahead);
+  uint32_t take_frame(FrameAccount& owner, bool ahead);
+  std::optional<uint32_t> cold_frame(FrameAccount& owner, bool ahead);
+  uint32_t advance(FrameAccount& owner);
   void admit(uint32_t frame, const ExtentUse& use, uint8_t weight);
   void evict(uint32_t frame);
+  void give_up(uint32_t frame);
+  void link(FrameAccount& owner, uint32_t frame);
+  void unlink(FrameAccount& owner, uint32_t frame);
   void look(ExtentUse& use) const;
   void claim(ExtentUse& use);
   void pin(uint32_t frame, uint32_t count);
@@ -106,6 +128,7 @@ class Frames {
   std::vector<Meta> meta_;
   std::vector<uint32_t> free_;
   std::atomic<uint32_t> pinned_{0};  // frames with a pin; written under the mutex
+  std::map<uint32_t, FrameAccount> accounts_;
   std::atomic<uint64_t> releases_{0}, landings_{0};
   uint64_t blocks_landed_ = 0, blocks_evicted_ = 0;
   ClockPolicy policy_;

@@ -202,11 +202,13 @@ void GatherPath::release(RunTask& t) {
 }
 
 // How many frames the run may wait for; 0: not now. Its owner holds no more than is left free, and bulk half of that,
-// so that whoever comes next finds some; one that holds nothing gets what there is. The same goes for planning memory.
+// so that whoever comes next finds some; one that holds nothing gets what there is. An owner with a limit has a tier of
+// that size. The same goes for planning memory.
 uint32_t GatherPath::cold_max(const RunTask& t) const {
   const Owner& owner = t.worker->turns->owner;
-  uint32_t free = frames_.count() - std::min(frames_.count(), frames_.pinned());
-  uint32_t portion = std::min(kPortionExtents, std::max(1u, frames_.count() / 4));
+  uint32_t tier = std::min(frames_.count(), owner.frames.limit.load(std::memory_order_relaxed));
+  uint32_t free = std::min(frames_.count() - std::min(frames_.count(), frames_.pinned()), owner.frames.pinnable());
+  uint32_t portion = std::min(kPortionExtents, std::max(1u, tier / 4));
   uint32_t held = owner.pinned[t.bulk()];
   uint32_t share = t.bulk() ? free / 2 : free;
   if (held == 0) return std::min({std::max(share, 1u), free, portion});

@@ -66,8 +66,8 @@ uint32_t header_crc(const PackHeader& header) {
   return crc32c(0, block, sizeof block);
 }
 
-PackFile::PackFile(const std::string& path, Counters& counters)
-    : path_(path), counters_(counters), fd_(open_direct(Site::kPackOpen, path, O_RDONLY)) {
+PackFile::PackFile(const std::string& path, FrameAccount& account, Counters& counters)
+    : account(account), path_(path), counters_(counters), fd_(open_direct(Site::kPackOpen, path, O_RDONLY)) {
   read_header();
   read_crcs();
   frame_of_extent.assign(extents(), kNoFrame);

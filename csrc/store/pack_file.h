@@ -9,6 +9,7 @@
 #include "core/pack.h"
 #include "store/counters.h"
 #include "store/disk.h"
+#include "store/frame_account.h"
 #include "store/mapping.h"
 
 namespace headgate {
@@ -27,7 +28,8 @@ uint32_t header_crc(const PackHeader& header);
 class PackFile {
  public:
   // Reads and checks header and CRC table: DATA_LOSS, FAILED_PRECONDITION (version, O_DIRECT), NOT_FOUND.
-  PackFile(const std::string& path, Counters& counters);
+  // `account`: its owner's.
+  PackFile(const std::string& path, FrameAccount& account, Counters& counters);
 
   const PackHeader& header() const { return header_; }
   int fd() const { return fd_.get(); }
@@ -51,6 +53,7 @@ class PackFile {
   void copy_map(int to) const;
   std::vector<uint32_t> verify() const;  // block numbers (from 1) that fail
 
+  FrameAccount& account;
   std::vector<uint32_t> frame_of_extent;  // guarded by Frames
   std::atomic<uint32_t> bound{0};         // slots that use this pack
   std::atomic<bool> damaged{false};       // a read has met a block that fails its check

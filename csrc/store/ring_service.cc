@@ -407,7 +407,8 @@ void RingService::end_delays() {
 
 void RingService::add_worker(std::shared_ptr<Worker> worker) {
   std::unique_ptr<Owner>& owner = owners_[worker->owner];
-  if (!owner) owner = std::make_unique<Owner>(worker->owner, turns_, transfers_.roots());
+  if (!owner)
+    owner = std::make_unique<Owner>(worker->owner, frames_.account(worker->owner), turns_, transfers_.roots());
   ++owner->workers;
   worker->turns = std::make_unique<WorkerTurns>(*owner);
   workers_.push_back(std::move(worker));

@@ -23,12 +23,14 @@ inline Transfer transfer_of(Op op) {
 
 // A uid on one copy thread: its turns, and what its runs hold while they wait.
 struct Owner {
-  Owner(uint32_t number, FairNode& turns, FairNode (&transfers)[size_t(Transfer::kCount)])
+  Owner(uint32_t number, const FrameAccount& frames, FairNode& turns, FairNode (&transfers)[size_t(Transfer::kCount)])
       : number(number),
+        frames(frames),
         turn(&turns),
         transfers{FairNode(&transfers[0]), FairNode(&transfers[1]), FairNode(&transfers[2])} {}
 
   const uint32_t number;
+  const FrameAccount& frames;
   uint32_t workers = 0;
   FairNode turn;
   FairNode transfers[size_t(Transfer::kCount)];

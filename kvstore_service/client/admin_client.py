@@ -122,12 +122,14 @@ class AdminClient(Client):
         lookups. NOT_FOUND."""
         return list(self._call(self._stub.Explain, admin_pb.ExplainRequest(subject=subject)).findings)
 
-    def set_quota(self, tenant: str, nvme_bytes: int) -> None:
-        """Bounds the packs and sidecars of `tenant` (uid-N), those that it has too; 0: no quota. Durable on return."""
-        self._call(self._stub.SetQuota, admin_pb.SetQuotaRequest(tenant=tenant, nvme_bytes=nvme_bytes))
+    def set_quota(self, tenant: str, nvme_bytes: int | None = None, dram_bytes: int | None = None) -> None:
+        """Bounds the packs and sidecars of `tenant` (uid-N) on disk, and its packs' frames in DRAM, those that it has
+        too; 0: no quota, None: as it is. Durable on return. INVALID_ARGUMENT for a DRAM quota of less than 8 frames."""
+        request = admin_pb.SetQuotaRequest(tenant=tenant, nvme_bytes=nvme_bytes, dram_bytes=dram_bytes)
+        self._call(self._stub.SetQuota, request)
 
     def list_quotas(self) -> list[admin_pb.Quota]:
-        """Of every tenant that stores something or has a quota."""
+        """Of every tenant that stores something, has some of it in DRAM or has a quota."""
         return list(self._call(self._stub.ListQuotas, admin_pb.ListQuotasRequest()).quotas)
 
     def list_workers(self) -> list[admin_pb.WorkerSummary]:

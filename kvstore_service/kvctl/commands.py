@@ -191,8 +191,8 @@ def explain(client: AdminClient, output: Output, arguments: argparse.Namespace) 
 
 
 def quota(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
-    if arguments.size is not None:
-        client.set_quota(_tenant(arguments.tenant), arguments.size)
+    if arguments.size is not None or arguments.dram is not None:
+        client.set_quota(_tenant(arguments.tenant), arguments.size, arguments.dram)
     rows = [plain(item) for item in client.list_quotas()]
     output.rows("quotas", [row for row in rows if not arguments.tenant or row["tenant"] == _tenant(arguments.tenant)])
     return 0

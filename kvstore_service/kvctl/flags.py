@@ -98,9 +98,12 @@ def parser() -> argparse.ArgumentParser:
         "subject", nargs="?", default="", metavar="SUBJECT",
         help="a session, or the beginning of a pack's id or of a prompt's last digest (default: the latest lookups)",
     )  # fmt: skip
-    bound = add("quota", commands.quota, "what users store and may store on disk; set it with SIZE")
+    bound = add(
+        "quota", commands.quota, "what users have and may have, on disk and in DRAM; set it with SIZE and --dram"
+    )
     bound.add_argument("tenant", nargs="?", default="", metavar="UID")
-    bound.add_argument("size", nargs="?", type=_quota_size, metavar="SIZE", help="such as 8GiB, or none")
+    bound.add_argument("size", nargs="?", type=_quota_size, metavar="SIZE", help="on disk: such as 8GiB, or none")
+    bound.add_argument("--dram", type=_quota_size, metavar="SIZE", help="of the DRAM tier: such as 1GiB, or none")
     add("token", commands.token, "print a token for other gRPC clients (grpcurl); it is valid while this command runs")
     completion = verbs.add_parser("completion", help="print the completion script of a shell", allow_abbrev=False)
     completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)

@@ -12,6 +12,7 @@ DIGEST_BYTES = 32
 NO_PARENT = bytes(PACK_ID_BYTES)
 HASH_BLOCK_TOKENS = 256
 
+_UID_END = 1 << 32
 _UNITS = {
     "": 1,
     "B": 1,
@@ -54,6 +55,18 @@ class StoreError(Exception):
         return StoreError, (
             self.code, self.message, self.retry_after_s, self.violations, self.request_id, self.reason,
         )  # fmt: skip
+
+
+def tenant_of(uid: int) -> str:
+    return f"uid-{uid}"
+
+
+def uid_of(tenant: str) -> int:
+    """INVALID_ARGUMENT for what is not uid-N."""
+    found = re.fullmatch(r"uid-([0-9]{1,10})", tenant)
+    if found is None or int(found[1]) >= _UID_END:
+        raise StoreError("INVALID_ARGUMENT", f"tenant {tenant!r}; write uid-N, N below {_UID_END}")
+    return int(found[1])
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,13 @@ from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.daemon.store.events import BACKLOG_MAX, Events
 from kvstore_service.shared import wire
 from tests.service.test_administration import ROOT, chain, run
-from tests.service.test_room import PACK_BYTES, ids, store, write
+from tests.service.test_observability import scrape
+from tests.service.test_room import PACK_BYTES, RECORDS, ids, store, write
 from tests.support.daemon_process import Daemon
 from tests.support.life import until
-from tests.support.world import LAYOUT, TestWorker, candidate, digest, reservation
+from tests.support.world import LAYOUT, TestWorker, candidate, digest, expected, reservation
 
+FRAME_BYTES = 16384
 TENANT = f"uid-{os.getuid()}"
 
 
@@ -61,6 +63,62 @@ def test_kvctl_sets_and_shows_quotas(daemon: Daemon) -> None:
     assert (shown["tenant"], shown["nvme_bytes"], shown["stored_bytes"]) == ("uid-1234", 8 << 30, 0)
     assert json.loads(run(daemon, "quota", "1234", "none", "--format=json").stdout) == []
     assert run(daemon, "quota", "1234", "much").returncode == 2
+
+
+def test_quotas_on_dram_are_set_beside_those_on_disk(daemon: Daemon, admin: AdminClient) -> None:
+    def shown() -> list[tuple[int, int]]:
+        return [(item.nvme_bytes, item.dram_bytes) for item in admin.list_quotas()]
+
+    (row,) = json.loads(run(daemon, "quota", "1234", "--dram", "1GiB", "--format=json").stdout)
+    assert (row["nvme_bytes"], row["dram_bytes"], row["dram_used_bytes"]) == (0, 1 << 30, 0)
+    admin.set_quota("uid-1234", nvme_bytes=8 << 30)
+    assert shown() == [(8 << 30, 1 << 30)]
+    small = run(daemon, "quota", "1234", "--dram", "1B")
+    assert small.returncode == 1
+    assert "a DRAM quota of 1 B is too small; set at least 131072 B, or none" in small.stderr
+    with pytest.raises(StoreError, match=r"INVALID_ARGUMENT.*uid-N"):
+        admin.set_quota("uid-4294967296", dram_bytes=1 << 30)
+    assert run(daemon, "quota", "1234", "none", "--dram", "2GiB").returncode == 0
+    assert shown() == [(0, 2 << 30)]
+    admin.set_quota("uid-1234", dram_bytes=0)
+    assert shown() == []
+
+
+def test_a_quota_on_dram_bounds_a_user_shows_and_is_durable(tmp_path: Path) -> None:
+    limit_bytes = 10 * FRAME_BYTES
+
+    def read_all(worker: TestWorker, admin: AdminClient, number: int) -> int:
+        """Writes a pack and reads it; what DRAM holds afterwards."""
+        session = worker.client.open_session(LAYOUT, 4096)
+        pack = worker.commit(session, number)
+        worker.client.attach_packs(session, [pack])
+        epoch = worker.client.bind_slot(session, 0, [pack], worker.windows(0))
+        assert (worker.gather(0, epoch, RECORDS) == expected([number], RECORDS)).all()
+        worker.client.unbind_slot(0)
+        worker.client.close_session(session)
+        (quota,) = admin.list_quotas()
+        assert [check for check in admin.audit() if not check.ok] == []
+        return quota.dram_used_bytes
+
+    with store(tmp_path, 100, "--metrics-addr=127.0.0.1:0") as (daemon, worker, admin):
+        assert read_all(worker, admin, 1) > limit_bytes
+        admin.set_quota(TENANT, dram_bytes=limit_bytes)
+        (quota,) = admin.list_quotas()
+        assert (quota.nvme_bytes, quota.dram_bytes) == (0, limit_bytes)
+        assert quota.dram_used_bytes == limit_bytes
+        measured = scrape(daemon)
+        assert measured[f'kvstore_user_dram_bytes{{uid="{os.getuid()}"}}'] == limit_bytes
+        assert measured[f'kvstore_user_stored_bytes{{uid="{os.getuid()}"}}'] == quota.stored_bytes == PACK_BYTES
+        assert measured["kvstore_frames_used"] * FRAME_BYTES == limit_bytes
+        worker.close()
+        daemon.restart()
+        with ExitStack() as stack:
+            again = TestWorker(stack.enter_context(StoreClient.connect(daemon.socket, daemon.broker)))
+            stack.callback(again.close)
+            operator = stack.enter_context(AdminClient.connect(daemon.socket, daemon.broker))
+            assert read_all(again, operator, 2) == limit_bytes
+            operator.set_quota(TENANT, dram_bytes=0)
+            assert read_all(again, operator, 3) > limit_bytes
 
 
 def test_quota_sums_stay_exact_beside_many_reservations(tmp_path: Path) -> None:

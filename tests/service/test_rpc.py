@@ -280,7 +280,7 @@ def test_reasons_tell_causes_apart_that_share_a_code(tmp_path: Path) -> None:
         ("FAILED_PRECONDITION", "NOT_REGISTERED"),
         ("RESOURCE_EXHAUSTED", "LIMIT_REACHED"),
         ("RESOURCE_EXHAUSTED", "LIMIT_REACHED"),
-        ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED"),
+        ("RESOURCE_EXHAUSTED", "NO_ROOM"),
         ("UNAUTHENTICATED", "TOKEN_UNKNOWN"),
     ]
 

@@ -170,7 +170,7 @@ class Rig:
                 assert self.store(upload, layer, lane, records[layer, lane], order[layer, lane]) == (OK, 0)
         assert self.plane.upload_missing(upload) == 0
         self.plane.finish_upload(upload)
-        return Pack(self.plane.open_pack(str(path)), path, what, records, order)
+        return Pack(self.plane.open_pack(str(path), self.owner), path, what, records, order)
 
     def map_of(self, pack: Pack) -> NDArray[np.uint16]:
         """What the store holds as the pack's map; DATA_LOSS."""

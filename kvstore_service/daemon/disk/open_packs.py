@@ -17,7 +17,7 @@ from typing import NoReturn
 from kvstore_service.daemon import directories, native
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.logs import event
-from kvstore_service.shared.types import PackRow, StoreError
+from kvstore_service.shared.types import PackRow, StoreError, uid_of
 
 OPEN_WAIT_S = 10.0
 # Another try may succeed; any other code says that the file is not what was committed.
@@ -187,7 +187,7 @@ class OpenPacks:
         self._check_file(row)
         try:
             with native.errors():
-                handle = self._plane.open_pack(str(self._catalog.packs_dir / row.file))
+                handle = self._plane.open_pack(str(self._catalog.packs_dir / row.file), uid_of(row.tenant))
                 spec = self._plane.pack_spec(handle)
         except StoreError as error:
             if error.code in _PASSING:

@@ -19,9 +19,8 @@ from kvstore_service.daemon.disk.sidecars import SIDECAR_BYTES_MAX
 from kvstore_service.daemon.front.broker import Broker
 from kvstore_service.daemon.front.call import Call
 from kvstore_service.daemon.store.events import Event
-from kvstore_service.daemon.store.operation import DescribedPack, EvictedPack
+from kvstore_service.daemon.store.operation import DescribedPack, EvictedPack, TenantUse
 from kvstore_service.daemon.store.registry import Session, Worker
-from kvstore_service.daemon.store.room import Bound
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.daemon.store.uploads import DescribedUpload
 from kvstore_service.shared import memory, wire
@@ -246,7 +245,11 @@ class AdminService(admin_grpc.AdminServiceServicer):
         return admin_pb.DrainResponse()
 
     def SetQuota(self, request: admin_pb.SetQuotaRequest, context: Call) -> admin_pb.SetQuotaResponse:
-        self._store.operation.set_quota(request.tenant, request.nvme_bytes)
+        self._store.operation.set_quota(
+            request.tenant,
+            request.nvme_bytes if request.HasField("nvme_bytes") else None,
+            request.dram_bytes if request.HasField("dram_bytes") else None,
+        )
         return admin_pb.SetQuotaResponse()
 
     def ListQuotas(self, request: admin_pb.ListQuotasRequest, context: Call) -> admin_pb.ListQuotasResponse:
@@ -347,12 +350,14 @@ def _pack(item: DescribedPack) -> admin_pb.PackSummary:
     )
 
 
-def _quota(item: Bound) -> admin_pb.Quota:
+def _quota(item: TenantUse) -> admin_pb.Quota:
     return admin_pb.Quota(
-        tenant=item.tenant or "",
-        nvme_bytes=item.limit_bytes,
-        stored_bytes=item.stored_bytes,
-        reserved_bytes=item.promised_bytes,
+        tenant=item.tenant,
+        nvme_bytes=item.room.limit_bytes if item.room else 0,
+        stored_bytes=item.room.stored_bytes if item.room else 0,
+        reserved_bytes=item.room.promised_bytes if item.room else 0,
+        dram_bytes=item.dram.limit_bytes,
+        dram_used_bytes=item.dram.used_bytes,
     )
 
 

@@ -123,6 +123,8 @@ class Audited:
                 census["blocks_landed"], census["blocks_valid"] + census["blocks_evicted"],
             ),
             _equal("frames used = frames held", census["frames_used"], census["frames_held"]),
+            _equal("frames used = frames of all users", census["frames_used"], census["frames_of_owners"]),
+            _equal("users whose frames are not those counted", census["owners_miscounted"], 0),
         ]  # fmt: skip
 
     def _calls(self) -> list[Check]:

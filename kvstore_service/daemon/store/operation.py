@@ -1,7 +1,7 @@
 """Operation: what an operator sees and does, over all tenants."""
 
 import math
-import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from kvstore_service.daemon.disk.rows import ListedPack, PackFilter, Quota
 from kvstore_service.daemon.disk.uses import FOREVER_S
 from kvstore_service.daemon.store import audit
-from kvstore_service.daemon.store.registry import Worker
+from kvstore_service.daemon.store.dram import DramUse
+from kvstore_service.daemon.store.registry import NO_WORKERS, Worker
 from kvstore_service.daemon.store.room import Bound
 from kvstore_service.daemon.store.state import State
 from kvstore_service.daemon.store.uploads import DescribedUpload
-from kvstore_service.shared.types import PACK_ID_BYTES, PackRow, StoreError
+from kvstore_service.shared.types import PACK_ID_BYTES, PackRow, StoreError, uid_of
 
 AUDIT_LOOKS = 4
 AUDIT_PAUSE_S = 0.05
@@ -39,11 +40,21 @@ class EvictedPack:
     error: StoreError | None = None
 
 
+@dataclass(frozen=True)
+class TenantUse:
+    """What a tenant has of both tiers and how much it may; `room` None: nothing on disk and no bound on it."""
+
+    tenant: str
+    room: Bound | None
+    dram: DramUse
+
+
 class Operation:
     """Pins, evicts, verifies, audits, counts."""
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._setting_quotas = threading.Lock()
 
     def drain(self) -> None:
         """Refuses new work from now on; what is open goes on."""
@@ -108,8 +119,18 @@ class Operation:
         return {**self._state.plane.stats(), **self._state.counts(), **gauges}
 
     def users(self) -> dict[int, dict[str, int]]:
-        """What each user id holds."""
-        return self._state.registry.users()
+        """What each user id holds; {name: value} for all names of `registry.users`, dram_bytes and stored_bytes."""
+        users = self._state.registry.users()
+        stored = {uid_of(name): totals.stored_bytes for name, totals in self._state.catalog.totals_by_tenant().items()}
+        dram = {uid_of(name): use.used_bytes for name, use in self._state.dram.uses().items()}
+        return {
+            uid: {
+                **users.get(uid, NO_WORKERS),
+                "user_dram_bytes": dram.get(uid, 0),
+                "user_stored_bytes": stored.get(uid, 0),
+            }
+            for uid in {*users, *stored, *dram}
+        }
 
     def packs(
         self, wanted: PackFilter, unused: bool, after: bytes, limit: int
@@ -131,16 +152,24 @@ class Operation:
         """Packs whose id begins so, in hex digits."""
         return [self.described(row) for row in beginning(self._state, text, limit)]
 
-    def set_quota(self, tenant: str, nvme_bytes: int) -> None:
-        """0: none. Durable on return. INVALID_ARGUMENT."""
-        if re.fullmatch(r"uid-\d+", tenant) is None:
-            raise StoreError("INVALID_ARGUMENT", f"tenant {tenant!r}; write uid-N")
-        self._state.catalog.set_quota(tenant, Quota(nvme_bytes or None))
-        self._state.room.set_quota(tenant, nvme_bytes)
-        self._state.events.tell("quota", tenant, size_bytes=nvme_bytes)
+    def set_quota(self, tenant: str, nvme_bytes: int | None, dram_bytes: int | None) -> None:
+        """0: none; None: as it is. Durable on return, and what is above a DRAM quota is gone. INVALID_ARGUMENT."""
+        uid_of(tenant)
+        self._state.dram.check(dram_bytes or 0)
+        with self._setting_quotas:
+            before = self._state.catalog.quotas().get(tenant, Quota())
+            nvme = before.nvme_bytes if nvme_bytes is None else nvme_bytes or None
+            dram = before.dram_bytes if dram_bytes is None else dram_bytes or None
+            self._state.catalog.set_quota(tenant, Quota(nvme, dram))
+            self._state.room.set_quota(tenant, nvme or 0)
+            self._state.dram.set_quota(tenant, dram or 0)
+        self._state.events.tell("quota", tenant, size_bytes=nvme or 0, detail=f"DRAM {dram or 'unbounded'}")
 
-    def quotas(self) -> list[Bound]:
-        return self._state.room.bounds()
+    def quotas(self) -> list[TenantUse]:
+        """Of every tenant that stores, has set aside, holds frames or is bounded."""
+        room = {bound.tenant or "": bound for bound in self._state.room.bounds()}
+        dram = self._state.dram.uses()
+        return [TenantUse(tenant, room.get(tenant), dram.get(tenant, DramUse())) for tenant in sorted({*room, *dram})]
 
     def workers(self) -> list[Worker]:
         return self._state.registry.workers()

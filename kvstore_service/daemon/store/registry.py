@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvstore_service.shared.types import Layout, PackRow, RingGeometry, StoreError, Violation
+from kvstore_service.shared.types import Layout, PackRow, RingGeometry, StoreError, Violation, tenant_of
 
 TOKEN_BYTES = 32
 SESSION_ID_BYTES = 12
 CLOSED_MAX = 1024
+NO_WORKERS = {"user_workers": 0, "user_worker_bytes": 0, "user_sessions": 0}
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Worker:
     @property
     def tenant(self) -> str:
         """Users do not share packs: identity is the kernel's word for who connected."""
-        return f"uid-{self.uid}"
+        return tenant_of(self.uid)
 
 
 class Registry:
@@ -272,7 +273,7 @@ class Registry:
         found: dict[int, dict[str, int]] = {}
         for worker in self.workers():
             if not worker.operator:
-                of = found.setdefault(worker.uid, {"user_workers": 0, "user_worker_bytes": 0, "user_sessions": 0})
+                of = found.setdefault(worker.uid, dict(NO_WORKERS))
                 of["user_workers"] += 1
                 of["user_worker_bytes"] += worker.memory_bytes
                 of["user_sessions"] += len(worker.sessions)

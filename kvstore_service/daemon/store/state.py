@@ -20,6 +20,7 @@ from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.store.dram import Dram
 from kvstore_service.daemon.store.events import Events
 from kvstore_service.daemon.store.eviction import Eviction
 from kvstore_service.daemon.store.leases import Leases
@@ -63,6 +64,7 @@ class State:
         self.ballast = catalog.ballast
         self.ballast.take_on()
         self.eviction = Eviction(catalog, self.registry, self.leases, self.ballast, self.events, self.count)
+        self.dram = Dram(catalog, plane)
         self.room = Room(catalog, self.eviction, config, self._next_seals)
         self.uploads = Uploads(plane, catalog, self.room, self.leases, self.ballast, config)
         self.eviction.continued = self.uploads.continues

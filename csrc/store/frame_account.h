@@ -1,0 +1,29 @@
+// What one owner (uid) holds of the DRAM tier, and how much it may.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace headgate {
+
+// Guarded by Frames. What is atomic is written under its mutex and may be read without.
+struct FrameAccount {
+  static constexpr uint32_t kNoLimit = UINT32_MAX;
+
+  explicit FrameAccount(uint32_t owner) : owner(owner) {}
+
+  // Frames that it may pin beside those that it has pinned, as far as its own bound goes.
+  uint32_t pinnable() const {
+    uint32_t most = limit.load(std::memory_order_relaxed);
+    return most - std::min(most, pinned.load(std::memory_order_relaxed));
+  }
+
+  const uint32_t owner;
+  uint32_t used = 0;                      // frames that hold an extent of its packs; linked in a ring
+  uint32_t hand = 0;                      // where the clock goes on in the ring, while used > 0
+  std::atomic<uint32_t> pinned{0};        // frames of those
+  std::atomic<uint32_t> limit{kNoLimit};  // frames
+};
+
+}  // namespace headgate

@@ -185,7 +185,7 @@ void GatherPath::keep(RunTask& t) {
   }
   uint64_t bytes = bytes_of(*t.portion);
   plan_bytes_ += bytes;
-  Owner& owner = t.worker->turns->owner;
+  Owner& owner = t.shard->turns->owner;
   owner.plan_bytes += bytes;
   owner.pinned[t.bulk()] += uint32_t(t.portion->uses.size());
 }
@@ -195,7 +195,7 @@ void GatherPath::release(RunTask& t) {
   frames_.release(t.portion->uses);
   uint64_t bytes = bytes_of(*t.portion);
   plan_bytes_ -= bytes;
-  Owner& owner = t.worker->turns->owner;
+  Owner& owner = t.shard->turns->owner;
   owner.plan_bytes -= bytes;
   owner.pinned[t.bulk()] -= uint32_t(t.portion->uses.size());
   t.portion.reset();
@@ -204,7 +204,7 @@ void GatherPath::release(RunTask& t) {
 // How many frames the run may wait for; 0: not now. Its owner holds no more than is left free, and bulk half of that,
 // so that whoever comes next finds some; one that holds nothing gets what there is. The same goes for planning memory.
 uint32_t GatherPath::cold_max(const RunTask& t) const {
-  const Owner& owner = t.worker->turns->owner;
+  const Owner& owner = t.shard->turns->owner;
   uint32_t free = frames_.count() - std::min(frames_.count(), frames_.pinned());
   uint32_t portion = std::min(kPortionExtents, std::max(1u, frames_.count() / 4));
   uint32_t held = owner.pinned[t.bulk()];
@@ -289,7 +289,7 @@ void GatherPath::copy_some(RunTask& t, Portion& p, uint64_t& cost) {
   const Binding& binding = t.binding();
   const uint32_t bytes = binding.record_bytes();
   const uint32_t limit = step_records(bytes);
-  uint8_t* lane = t.worker->window.base() + binding.window(t.layer, t.run.lane).offset;
+  uint8_t* lane = t.shard->worker.window.base() + binding.window(t.layer, t.run.lane).offset;
   uint32_t count = 0;
   while (count < limit && p.next_use < p.uses.size()) {
     const ExtentUse& use = p.uses[p.next_use];

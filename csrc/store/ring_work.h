@@ -36,6 +36,7 @@ struct Owner {
   uint32_t pinned[2] = {};  // frames; by decode, by bulk
 };
 
+// A worker's share of its owner's, on one copy thread.
 struct WorkerTurns {
   explicit WorkerTurns(Owner& owner)
       : owner(owner),
@@ -52,8 +53,11 @@ struct RingWork : FairNode {
   // Runs that may be under way at once: none waits for the disk behind more than these, none is begun beyond them.
   static constexpr uint32_t kWindow = 128;
 
-  RingWork(Worker& worker, std::unique_ptr<RingConsumer> ring)
-      : FairNode(&worker.turns->turn), worker(worker), consumer(std::move(ring)) {}
+  RingWork(Shard& shard, std::unique_ptr<RingConsumer> ring)
+      : FairNode(&shard.turns->turn), shard(shard), consumer(std::move(ring)) {}
+
+  // Poisoned, or another ring of its worker is.
+  bool dead() const { return shard.worker.closed.load(std::memory_order_acquire) || consumer->dead(); }
 
   RunTask& new_task() {
     if (spare.empty()) spare.push_back(std::make_unique<RunTask>());
@@ -73,7 +77,7 @@ struct RingWork : FairNode {
     tasks.pop_back();
   }
 
-  Worker& worker;
+  Shard& shard;
   std::unique_ptr<RingConsumer> consumer;
   std::vector<std::unique_ptr<RunTask>> tasks, spare;
   uint32_t live = 0;  // tasks that have not ended

@@ -189,7 +189,7 @@ uint32_t DataPlane::least_loaded(uint32_t first) {
   return best;
 }
 
-std::unique_lock<std::timed_mutex> DataPlane::control(Worker& worker) {
+std::unique_lock<Control> DataPlane::control(Worker& worker) {
   std::unique_lock lock(worker.control, kControlDeadline);
   if (!lock) throw unavailable("earlier calls for worker " + std::to_string(worker.id) + " wait for a copy thread");
   return lock;

@@ -83,7 +83,7 @@ class DataPlane {
   void drop_frames(std::shared_ptr<PackFile> pack);
   uint32_t least_loaded(uint32_t first);
   // These with the worker's control lock held.
-  std::unique_lock<std::timed_mutex> control(Worker& worker);
+  std::unique_lock<Control> control(Worker& worker);
   void call(Worker& worker, const CopyEngine::Command& command);
   void set_slot(Worker& worker, uint32_t slot, const Slot& now);
   void drop_upload(const UploadEntry& entry, uint32_t upload);

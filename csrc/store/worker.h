@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "store/control.h"
 #include "store/pack_file.h"
 #include "store/upload.h"
 #include "store/window.h"
@@ -97,7 +97,7 @@ struct Worker {
   Mapping staging;
   std::atomic<bool> closed{false};  // poisoned or removed: every thread ends its shard as soon as it sees this
 
-  std::timed_mutex control;  // may be held while waiting for copy threads, so never by one
+  Control control;  // may be held while waiting for copy threads, so never by one
   std::vector<Slot> slots;
   std::map<uint32_t, std::shared_ptr<Upload>> uploads;
   std::vector<uint32_t> rings;                 // the copy thread that serves each

@@ -20,9 +20,10 @@ THREADS = 3
 RUNS = 64
 
 
-def everything(epoch: int, slot: int = 0, records: int = 512) -> np.ndarray:
-    """A ticket of many runs over the first lane."""
-    return np.repeat(run(slot, epoch, pair_count=records), RUNS)
+def post_many(ring: RingProducer, number: int, epoch: int) -> int:
+    """Posts a ticket of many runs over all of a lane: another one for each of four rings."""
+    runs = np.repeat(run(0, epoch, lane=number // 2, pair_count=512), RUNS)
+    return ring.post(OP_RANGE, 0, number % 2, runs, NO_PAIRS)
 
 
 def answered(ring: RingProducer, ticket: int, seconds: float) -> bool:
@@ -144,13 +145,12 @@ def test_a_thread_learns_of_slots_and_uploads_with_its_first_ring(directory, rng
 
 @pytest.mark.parametrize("cold", [False, True], ids=["hot", "cold"])
 def test_unbind_while_all_rings_are_served_stores_nothing_later(directory, rng, cold):
-    with Rig(directory, dram_bytes=1 << 20 if cold else 64 << 20, copy_threads=THREADS) as rig:
-        pack = rig.make_pack(rng, tokens=1024)
+    with Rig(directory, dram_bytes=256 << 10 if cold else 64 << 20, copy_threads=THREADS) as rig:
+        pack = rig.make_pack(rng)
         rings = [rig.ring, rig.add_ring(), rig.add_ring()]
         for attempt in range(25):
-            epoch = rig.bind(0, [pack], 1024)
-            runs = everything(epoch)
-            tickets = [(ring, ring.post(OP_RANGE, 0, i % 2, runs, NO_PAIRS)) for i, ring in enumerate(rings)]
+            epoch = rig.bind(0, [pack], 512)
+            tickets = [(ring, post_many(ring, i, epoch)) for i, ring in enumerate(rings)]
             if attempt % 2:
                 until(lambda tickets=tickets: all((r.poll(t)[:, 0] != 0).any() for r, t in tickets), 20)
             rig.plane.unbind(rig.worker, 0)
@@ -172,7 +172,7 @@ def test_unbind_waits_for_every_thread(directory, rng):
         epoch = rig.bind(0, [pack], 512)
         rig.plane.set_faults(delay_us=10_000_000)
         before = rig.plane.stats()["tickets"]
-        tickets = [ring.post(OP_RANGE, 0, 0, everything(epoch), NO_PAIRS) for ring in rings]
+        tickets = [post_many(ring, i, epoch) for i, ring in enumerate(rings)]
         until(lambda: rig.plane.stats()["tickets"] == before + len(rings), 20)
         rig.plane.unbind(rig.worker, 0)
         for ring, ticket in zip(rings, tickets, strict=True):
@@ -189,7 +189,7 @@ def test_poison_of_one_ring_ends_the_others(directory, rng, which):
         for ring in rings:
             assert ring.wait(ring.post(OP_RANGE, 0, 0, run(0, epoch, pair_count=1), NO_PAIRS), WAIT_US)[0, 0] == OK
         rig.plane.set_faults(delay_us=10_000_000)
-        tickets = [ring.post(OP_RANGE, 0, 0, everything(epoch), NO_PAIRS) for ring in rings]
+        tickets = [post_many(ring, i, epoch) for i, ring in enumerate(rings)]
         rings[which].poison()
         for ring, ticket in zip(rings, tickets, strict=True):
             with pytest.raises(RingPoisoned):
@@ -220,8 +220,8 @@ def test_workers_come_and_go_under_load(directory, rng):
                     with Rig(directory, beside=rig, owner=number, window_bytes=2 << 20) as mine:
                         rings = [mine.ring, mine.add_ring(), mine.add_ring(), mine.add_ring()]
                         theirs = mine.bind(0, [pack], 512)
-                        for layer, ring in enumerate(rings):
-                            ring.post(OP_RANGE, 0, layer % 2, everything(theirs), NO_PAIRS)
+                        for which, ring in enumerate(rings):
+                            post_many(ring, which, theirs)
                         if i % 3 == 0:
                             rings[i % 4].poison()
                         elif i % 3 == 1:

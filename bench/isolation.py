@@ -118,7 +118,7 @@ def _slow_disk(settings: Settings, bulk: Document) -> list[Figure]:
             file=sys.stderr,
         )
         return []
-    argv = (sys.executable, "-m", "tests.faulty_daemon", f"--native={modules[0]}")
+    argv = (sys.executable, "-m", "tests.support.faulty_daemon", f"--native={modules[0]}")
     with _daemon(DRAM_BYTES, argv) as daemon, Neighbour(daemon, HOT, SMALL) as victim:
         alone = [_p99_us(victim, settings) for _ in range(settings.repeats)]
         daemon.send_line(f'[["gather", "delay", 1, {1 << 40}, {SLOW_DISK_US}]]')

@@ -144,8 +144,9 @@ class DataPlane:
 
         Reads in flight keep its frames for up to 5 s of this call, and without it after that."""
     def pack_spec(self, pack: int) -> PackSpec: ...
-    def read_map(self, pack: int) -> NDArray[np.uint16]:
-        """Record -> token within the pack, uint16[layers, lanes, tokens]; verified (DATA_LOSS)."""
+    def copy_map(self, pack: int, to_fd: int) -> None:
+        """Writes record -> token within the pack, uint16[layers, lanes, tokens], to a descriptor; verified (DATA_LOSS).
+        Takes no memory that grows with the pack."""
     def verify_pack(self, pack: int) -> list[int]:
         """Reads every block from disk and returns the numbers of those whose CRC is wrong."""
     def pack_damaged(self, pack: int) -> bool:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.reliability import RESULTS, add_run, total
+from tests.support.reliability import RESULTS, add_run, total
 
 
 def test_runs_add_up(tmp_path: Path) -> None:

@@ -63,17 +63,6 @@ nb::object to_array(std::vector<T>&& values, std::vector<size_t> shape) {
   return nb::cast(nb::ndarray<nb::numpy, T>(owned->data(), shape.size(), shape.data(), owner));
 }
 
-nb::object read_map(DataPlane& plane, uint32_t pack) {
-  std::vector<uint16_t> map;
-  PackHeader h;
-  {
-    nb::gil_scoped_release release;
-    h = plane.pack_header(pack);
-    map = plane.read_map(pack);
-  }
-  return to_array(std::move(map), {h.layers, h.kinds[0].lanes, h.tokens});
-}
-
 using Blocks = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 nb::object block_crcs(const nb::bytes& build, uint64_t first_block, Blocks blocks) {
@@ -275,7 +264,7 @@ void bind_data_plane(nb::module_& m) {
       .def("open_pack", &DataPlane::open_pack, "path"_a, NoGil())
       .def("close_pack", &DataPlane::close_pack, "pack"_a, NoGil())
       .def("pack_spec", &DataPlane::pack_header, "pack"_a, NoGil())
-      .def("read_map", &read_map, "pack"_a)
+      .def("copy_map", &DataPlane::copy_map, "pack"_a, "to_fd"_a, NoGil())
       .def("verify_pack", &DataPlane::verify_pack, "pack"_a, NoGil())
       .def("pack_damaged", &DataPlane::pack_damaged, "pack"_a, NoGil())
       .def("warm", &warm, "pack"_a, "hot_records"_a, "owner"_a = 0)

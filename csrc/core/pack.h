@@ -54,17 +54,9 @@ static_assert(sizeof(PackHeader) == 304 && sizeof(PackHeader) <= kBlockBytes);
 static_assert(offsetof(PackHeader, kinds) == 144);
 
 inline constexpr uint64_t blocks_of(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
+// No record straddles a block.
 inline constexpr uint32_t records_per_block(uint32_t record_bytes) { return kBlockBytes / record_bytes; }
 
-// Where one record lies: no record straddles a block.
-struct RecordPlace {
-  uint32_t block;   // within the segment
-  uint32_t offset;  // within the block, bytes
-};
-inline constexpr RecordPlace place_of_record(uint32_t index, uint32_t record_bytes) {
-  uint32_t per_block = records_per_block(record_bytes);
-  return {index / per_block, index % per_block * record_bytes};
-}
 inline constexpr uint64_t segment_blocks(uint32_t tokens, uint32_t record_bytes) {
   uint32_t per_block = records_per_block(record_bytes);
   return (tokens + per_block - 1) / per_block;

@@ -152,7 +152,7 @@ void DataPlane::drop_frames(std::shared_ptr<PackFile> pack) {
 }
 
 PackHeader DataPlane::pack_header(uint32_t pack) { return find_pack(pack)->header(); }
-std::vector<uint16_t> DataPlane::read_map(uint32_t pack) { return find_pack(pack)->read_map(); }
+void DataPlane::copy_map(uint32_t pack, int to) { find_pack(pack)->copy_map(to); }
 std::vector<uint32_t> DataPlane::verify_pack(uint32_t pack) { return find_pack(pack)->verify(); }
 
 bool DataPlane::pack_damaged(uint32_t pack) { return find_pack(pack)->damaged; }

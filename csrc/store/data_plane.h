@@ -45,7 +45,8 @@ class DataPlane {
   // Reads in flight keep its frames; after some seconds they do so on their own.
   void close_pack(uint32_t pack);
   PackHeader pack_header(uint32_t pack);
-  std::vector<uint16_t> read_map(uint32_t pack);
+  // Writes the map, u16[layers, lanes of kind 0, tokens], to a descriptor; needs no memory that grows with it.
+  void copy_map(uint32_t pack, int to);
   std::vector<uint32_t> verify_pack(uint32_t pack);
   bool pack_damaged(uint32_t pack);
   // A hint: hot_records is [layers, lanes of kind 0]; an owner who hints too much is not heard, and counted.

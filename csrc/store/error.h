@@ -22,8 +22,6 @@ inline Error failed_precondition(const std::string& m) { return {"FAILED_PRECOND
 inline Error not_found(const std::string& m) { return {"NOT_FOUND", m}; }
 inline Error data_loss(const std::string& m) { return {"DATA_LOSS", m}; }
 inline Error unavailable(const std::string& m) { return {"UNAVAILABLE", m}; }
-inline Error resource_exhausted(const std::string& m) { return {"RESOURCE_EXHAUSTED", m}; }
-inline Error internal(const std::string& m) { return {"INTERNAL", m}; }
 
 // A failed system call: "what: reason", with the code that fits errno.
 inline Error system_error(const std::string& what, int error) {

@@ -12,6 +12,9 @@ namespace {
 // One step copies about this much: some 10 us from DRAM, which is how long a neighbour's ticket waits at most.
 constexpr uint32_t kStepBytes = 128 << 10;
 constexpr uint32_t kStepRecordsMin = 16;
+// A window whose pages its worker has given back to the kernel costs a page fault per record: then a step ends by time.
+constexpr uint64_t kStepNs = 20'000;
+constexpr uint32_t kRecordsAtOnce = 64;  // between two looks at the time
 
 // A portion that has to be read bounds what one run pins and plans; many reads at once keep the disk busy.
 constexpr uint32_t kPortionExtents = 256;
@@ -41,8 +44,6 @@ GatherPath::GatherPath(Frames& frames, IoEngine& io, Counters& counters)
   plan_.offsets.reserve(kPortionRecords);
   plan_.places.reserve(kPortionRecords);
   pairs_.resize(kPortionRecords);
-  from_.resize(kStepBytes / kRecordAlign);
-  to_.resize(kStepBytes / kRecordAlign);
 }
 
 Fault GatherPath::validate(const Run& run, Op op, uint16_t layer, const Binding& binding,
@@ -99,9 +100,8 @@ Need GatherPath::begin_hot(RunTask& t, uint64_t& cost) {
     plan_.places.resize(served);
   }
   if (pinned == 0) return Need::kTurn;
-  copy_some(t, plan_, cost);
+  t.cursor += copy_some(t, plan_, cost);
   frames_.release(plan_.uses);
-  t.cursor += uint32_t(plan_.places.size());
   return t.cursor == t.total ? Need::kNothing : Need::kTurn;
 }
 
@@ -284,29 +284,38 @@ void GatherPath::flush_landings() {
   landings_.clear();
 }
 
-// Copies what one step may, from where the last one stopped; every extent of the portion is ready.
-void GatherPath::copy_some(RunTask& t, Portion& p, uint64_t& cost) {
+// Copies what one step may, from where the last one stopped; every extent of the portion is ready. Returns how many
+// records that were.
+uint32_t GatherPath::copy_some(RunTask& t, Portion& p, uint64_t& cost) {
   const Binding& binding = t.binding();
   const uint32_t bytes = binding.record_bytes();
   const uint32_t limit = step_records(bytes);
+  const uint64_t end_ns = now_ns() + kStepNs;
   uint8_t* lane = t.shard->worker.window.base() + binding.window(t.layer, t.run.lane).offset;
-  uint32_t count = 0;
-  while (count < limit && p.next_use < p.uses.size()) {
-    const ExtentUse& use = p.uses[p.next_use];
-    const uint8_t* frame = frames_.address(use.frame);
-    uint32_t end = std::min(use.count, p.copied + (limit - count));
-    for (; p.copied < end; ++p.copied, ++count) {
-      uint32_t record = use.first + p.copied;
-      from_[count] = frame + p.offsets[record];
-      to_[count] = lane + uint64_t{p.places[record]} * bytes;
+  if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = end_ns - kStepNs;
+  const uint8_t* from[kRecordsAtOnce];
+  uint8_t* to[kRecordsAtOnce];
+  uint32_t copied = 0;
+  do {
+    uint32_t at_once = std::min(kRecordsAtOnce, limit - copied), count = 0;
+    while (count < at_once && p.next_use < p.uses.size()) {
+      const ExtentUse& use = p.uses[p.next_use];
+      const uint8_t* frame = frames_.address(use.frame);
+      uint32_t end = std::min(use.count, p.copied + (at_once - count));
+      for (; p.copied < end; ++p.copied, ++count) {
+        uint32_t record = use.first + p.copied;
+        from[count] = frame + p.offsets[record];
+        to[count] = lane + uint64_t{p.places[record]} * bytes;
+      }
+      if (p.copied == use.count) ++p.next_use, p.copied = 0;
     }
-    if (p.copied == use.count) ++p.next_use, p.copied = 0;
-  }
-  if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = now_ns();
-  copy_records(from_.data(), to_.data(), count, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
-  add(counters_.records_copied, count);
-  add(counters_.bytes_copied, count * uint64_t{bytes});
-  cost += count * uint64_t{bytes};
+    copy_records(from, to, count, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
+    copied += count;
+  } while (copied < limit && p.next_use < p.uses.size() && now_ns() < end_ns);
+  add(counters_.records_copied, copied);
+  add(counters_.bytes_copied, copied * uint64_t{bytes});
+  cost += copied * uint64_t{bytes};
+  return copied;
 }
 
 }  // namespace headgate

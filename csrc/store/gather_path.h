@@ -58,7 +58,7 @@ class GatherPath {
   bool plan(RunTask& t, uint32_t records, size_t extents);
   void keep(RunTask& t);
   uint32_t cold_max(const RunTask& t) const;
-  void copy_some(RunTask& t, Portion& p, uint64_t& cost);
+  uint32_t copy_some(RunTask& t, Portion& p, uint64_t& cost);
 
   Frames& frames_;
   IoEngine& io_;
@@ -67,8 +67,6 @@ class GatherPath {
   uint64_t plan_bytes_ = 0;
   std::vector<Landing> landings_;
   std::vector<Pair> pairs_;
-  std::vector<const uint8_t*> from_;
-  std::vector<uint8_t*> to_;
 };
 
 }  // namespace headgate

@@ -1,6 +1,9 @@
 #include "store/pack_file.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "store/crc32c.h"
@@ -12,6 +15,7 @@ namespace {
 constexpr uint64_t kFileBytesMax = uint64_t{1} << 40;
 constexpr uint32_t kLayersMax = 4096;
 constexpr uint32_t kLanesMax = 4096;
+constexpr uint32_t kBlocksAtOnce = 256;  // read by the control plane, however large the pack
 
 void require(bool ok, const char* message) {
   if (!ok) throw invalid_argument(std::string("pack: ") + message);
@@ -118,22 +122,29 @@ bool PackFile::block_ok(uint32_t block, const uint8_t* data) const {
   return block_crc(header_.build, uint64_t{block} + 1, data) == crcs_[block] && !all_zero(data, kBlockBytes);
 }
 
-std::vector<uint16_t> PackFile::read_map() const {
-  BlockBuffer buffer(header_.map_bytes);
-  read(Site::kPackMap, buffer.data(), buffer.bytes(), header_.map_off);
-  uint32_t first = data_blocks();
-  for (uint32_t b = 0; b < header_.map_bytes / kBlockBytes; ++b) {
-    if (block_ok(first + b, buffer.data() + uint64_t{b} * kBlockBytes)) continue;
-    add(counters_.crc_errors);
-    throw data_loss(path_ + ": checksum of map block " + std::to_string(first + b + 1));
+void PackFile::copy_map(int to) const {
+  BlockBuffer buffer(kBlocksAtOnce * kBlockBytes);
+  const uint32_t first = data_blocks(), blocks = uint32_t(header_.map_bytes / kBlockBytes);
+  uint64_t left = uint64_t{header_.layers} * header_.kinds[0].lanes * header_.tokens * sizeof(uint16_t);
+  for (uint32_t done = 0; done < blocks; done += kBlocksAtOnce) {
+    const uint32_t count = std::min(kBlocksAtOnce, blocks - done);
+    read(Site::kPackMap, buffer.data(), uint64_t{count} * kBlockBytes, header_.map_off + uint64_t{done} * kBlockBytes);
+    for (uint32_t b = 0; b < count; ++b) {
+      if (block_ok(first + done + b, buffer.data() + uint64_t{b} * kBlockBytes)) continue;
+      add(counters_.crc_errors);
+      throw data_loss(path_ + ": checksum of map block " + std::to_string(first + done + b + 1));
+    }
+    const uint64_t bytes = std::min(left, uint64_t{count} * kBlockBytes);
+    left -= bytes;
+    for (uint64_t at = 0; at < bytes;) {
+      ssize_t written = ::write(to, buffer.data() + at, bytes - at);
+      if (written < 0 && errno != EINTR) throw system_error(path_ + ": copy of the map", errno);
+      at += uint64_t(std::max(written, ssize_t{0}));
+    }
   }
-  std::vector<uint16_t> map(uint64_t{header_.layers} * header_.kinds[0].lanes * header_.tokens);
-  std::memcpy(map.data(), buffer.data(), map.size() * sizeof(uint16_t));
-  return map;
 }
 
 std::vector<uint32_t> PackFile::verify() const {
-  constexpr uint32_t kBlocksAtOnce = 256;
   BlockBuffer buffer(kBlocksAtOnce * kBlockBytes);
   std::vector<uint32_t> bad;
   uint32_t blocks = uint32_t(crcs_.size());

@@ -47,8 +47,9 @@ class PackFile {
   // `block` counts from the first block after the header.
   bool block_ok(uint32_t block, const uint8_t* data) const;
 
-  std::vector<uint16_t> read_map() const;  // verified
-  std::vector<uint32_t> verify() const;    // block numbers (from 1) that fail
+  // Writes the map to a descriptor, verified, in pieces of a bounded size.
+  void copy_map(int to) const;
+  std::vector<uint32_t> verify() const;  // block numbers (from 1) that fail
 
   std::vector<uint32_t> frame_of_extent;  // guarded by Frames
   std::atomic<uint32_t> bound{0};         // slots that use this pack

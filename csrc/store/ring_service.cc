@@ -19,13 +19,15 @@ constexpr size_t kLookAtOnce = 64;       // rings looked at in a pass
 constexpr size_t kLookBetweenTurns = 8;  // and between two turns
 constexpr size_t kTendAtOnce = 16;       // rings whose deadlines are checked
 constexpr uint32_t kTakeAtOnce = 8;      // tickets
-constexpr uint32_t kHintPairs = 1024;    // looked through in one step
 
 // What is done for a worker besides copying, as the bytes that could be copied in that time.
 constexpr uint64_t kTurnCost = 16 << 10;  // a turn ends with the step that reaches it
 constexpr uint64_t kStepCost = 2 << 10;
 constexpr uint64_t kWakeCost = 16 << 10;  // a system call
-constexpr uint64_t kPairCost = 64;        // of a hint
+// A step that takes longer than its bytes explain, such as one that faults in pages which the worker has given back,
+// costs its time. Most of a turn that is much longer was spent by others: this thread did not run.
+constexpr uint64_t kCostPerNs = 12;
+constexpr uint64_t kChargedNsMax = 200 * kMicrosecond;
 
 }  // namespace
 
@@ -41,9 +43,9 @@ RingService::RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes
       gather_(frames, io_, counters),
       store_(io_, counters),
       ahead_(frames, gather_, io_, counters),
+      hints_(frames, ahead_, counters),
       transfers_(io_, gather_, store_, ahead_, bulk_bytes_max) {
   io_.register_memory(store_.memory());
-  pairs_.resize(kHintPairs);
 }
 
 // --- the loop's steps ---
@@ -151,10 +153,12 @@ void RingService::notice_changes() {
 // One turn of a ring. A failure costs its run or its worker, never the thread.
 void RingService::serve_ring(RingWork& ring) {
   uint64_t cost = 0;
+  const uint64_t began_ns = now_ns();
   try {
     if (ring.dead()) return close(ring.shard);
     take(ring);
-    while (cost < kTurnCost && work(ring, cost)) cost += kStepCost;
+    while (cost < kTurnCost && work(ring, cost))
+      cost = std::max(cost + kStepCost, kCostPerNs * std::min(now_ns() - began_ns, kChargedNsMax));
   } catch (...) {
     add(counters_.worker_faults);
     return close(ring.shard);
@@ -201,7 +205,7 @@ void RingService::shuffle(TakenTicket& ticket) {
 bool RingService::begin_next(RingWork& ring, uint64_t& cost) {
   TakenTicket* ticket = ring.consumer->to_begin();
   if (!ticket) return false;
-  if (ticket->op == Op::kPromote) return promote_some(ring, *ticket, cost), true;
+  if (ticket->op == Op::kPromote) return cost += hints_.step(ring, *ticket), true;
   bool cancelled = ticket->cancelled, too_late = !cancelled && late(ring, *ticket);
   if (!cancelled && !too_late && ring.live >= RingWork::kWindow) return false;
   uint64_t order = ticket->order_first + uint64_t{ticket->begun++} * ticket->order_step;
@@ -277,58 +281,6 @@ void RingService::cancel_next(RingWork& ring) {
   }
   if (ticket.begun == ticket.run_count) ring.cancelling = nullptr;
   answer(ring, ticket, index, Status::kOk, Fault::kNone);
-}
-
-// A hint: the extents of its pairs are read ahead. Nothing is answered, and a wrong or late hint is only counted.
-void RingService::promote_some(RingWork& ring, TakenTicket& ticket, uint64_t& cost) {
-  bool known = !ticket.cancelled && begin_hint(ring, ticket);
-  if (known) {
-    std::span<Pair> pairs(pairs_.data(), std::min(kHintPairs, ring.promoting.pair_count - ring.promoted));
-    ring.consumer->copy_pairs(ticket, ring.promoting.first_pair + ring.promoted, pairs);
-    ring.promoted += uint32_t(pairs.size());
-    cost += pairs.size() * kPairCost;
-    const Binding& binding = *ring.shard.slots[ring.promoting.slot].binding;
-    known = GatherPath::validate(pairs, ring.promoting, ticket.layer, binding) == Fault::kNone;
-    if (known) hint(ring, ticket, pairs);
-  }
-  add(counters_.promotes_dropped, !known);
-  if (known && ring.promoted < ring.promoting.pair_count) return;
-  ring.promoted = 0;
-  if (++ticket.begun == ticket.run_count) ring.consumer->complete_silently(ticket);
-}
-
-// Copies the run's descriptor once; its slot may have been bound anew since.
-bool RingService::begin_hint(RingWork& ring, TakenTicket& ticket) {
-  bool first = ring.promoted == 0;
-  if (first) ring.promoting = ring.consumer->run(ticket, ticket.begun);
-  const Run& run = ring.promoting;
-  if (run.slot >= ring.shard.slots.size()) return false;
-  const Slot& slot = ring.shard.slots[run.slot];
-  if (!slot.binding || slot.epoch != run.slot_epoch) return false;
-  if (!first) return true;
-  if (run.pair_count > ticket.records_left) return false;
-  ticket.records_left -= run.pair_count;
-  return GatherPath::validate(run, Op::kPromote, ticket.layer, *slot.binding, ring.consumer->geometry()) ==
-         Fault::kNone;
-}
-
-void RingService::hint(RingWork& ring, const TakenTicket& ticket, std::span<const Pair> pairs) {
-  const Run& run = ring.promoting;
-  const Binding& binding = *ring.shard.slots[run.slot].binding;
-  uint32_t per_block = records_per_block(binding.record_bytes());
-  AheadJob job;
-  for (const Pair& pair : pairs) {
-    RecordOrigin origin = binding.origin(pair.record);
-    const std::shared_ptr<PackFile>& pack = binding.shared_pack(origin.pack);
-    uint32_t block = pack->segment_block(0, ticket.layer, run.lane) + (pair.record - origin.first) / per_block;
-    uint32_t extent = block / frames_.extent_blocks();
-    if (job.pack != pack) {
-      ahead_.add(ring.shard.worker.owner, std::move(job));
-      job = {pack, {}, 0};
-    }
-    if (job.extents.empty() || job.extents.back() != extent) job.extents.push_back(extent);
-  }
-  ahead_.add(ring.shard.worker.owner, std::move(job));
 }
 
 // --- going on with runs, and ending them ---
@@ -458,8 +410,12 @@ void RingService::end_delays() {
 void RingService::add_ring(const std::shared_ptr<Worker>& worker, std::unique_ptr<RingConsumer> ring) {
   if (!worker->shards[thread_]) join(worker);
   Shard& shard = shard_of(*worker);
-  shard.rings.push_back(std::make_unique<RingWork>(shard, std::move(ring)));
-  rings_.push_back(shard.rings.back().get());
+  const size_t number = worker->rings.size();
+  shard.rings.push_back(std::make_unique<RingWork>(shard, std::move(ring), number));
+  // Not every bell of many rings wakes this thread at once (Bells): the first ring of each worker goes first.
+  auto behind = std::upper_bound(rings_.begin(), rings_.end(), number,
+                                 [](size_t n, const RingWork* other) { return n < other->number; });
+  rings_.insert(behind, shard.rings.back().get());
 }
 
 void RingService::join(const std::shared_ptr<Worker>& worker) {

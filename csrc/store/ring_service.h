@@ -11,6 +11,7 @@
 #include "store/faults.h"
 #include "store/frames.h"
 #include "store/gather_path.h"
+#include "store/hints.h"
 #include "store/io_engine.h"
 #include "store/read_ahead.h"
 #include "store/ring_work.h"
@@ -69,9 +70,6 @@ class RingService {
   void begin(RunTask& t, RingWork& ring, TakenTicket& ticket, uint32_t index);
   Status admit(RunTask& t);
   void cancel_next(RingWork& ring);
-  void promote_some(RingWork& ring, TakenTicket& ticket, uint64_t& cost);
-  bool begin_hint(RingWork& ring, TakenTicket& ticket);
-  void hint(RingWork& ring, const TakenTicket& ticket, std::span<const Pair> pairs);
 
   void step(RunTask& t, bool may_read, uint64_t& cost);
   void finish(RunTask& t, Status status, Fault fault);
@@ -101,6 +99,7 @@ class RingService {
   GatherPath gather_;
   StorePath store_;
   ReadAhead ahead_;
+  Hints hints_;
   Transfers transfers_;
 
   FairNode turns_;
@@ -109,7 +108,6 @@ class RingService {
   std::vector<std::shared_ptr<Worker>> leaving_;  // removed, with transfers still in flight
   std::vector<RingWork*> rings_;
   std::vector<RunTask*> landed_;
-  std::vector<Pair> pairs_;
   uint64_t tasks_ = 0;
   uint64_t delayed_ = 0;
   uint64_t releases_seen_ = 0, landings_seen_ = 0;

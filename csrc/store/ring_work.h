@@ -53,8 +53,8 @@ struct RingWork : FairNode {
   // Runs that may be under way at once: none waits for the disk behind more than these, none is begun beyond them.
   static constexpr uint32_t kWindow = 128;
 
-  RingWork(Shard& shard, std::unique_ptr<RingConsumer> ring)
-      : FairNode(&shard.turns->turn), shard(shard), consumer(std::move(ring)) {}
+  RingWork(Shard& shard, std::unique_ptr<RingConsumer> ring, size_t number)
+      : FairNode(&shard.turns->turn), shard(shard), consumer(std::move(ring)), number(number) {}
 
   // Poisoned, or another ring of its worker is.
   bool dead() const { return shard.worker.closed.load(std::memory_order_acquire) || consumer->dead(); }
@@ -79,6 +79,7 @@ struct RingWork : FairNode {
 
   Shard& shard;
   std::unique_ptr<RingConsumer> consumer;
+  const size_t number;  // among the worker's
   std::vector<std::unique_ptr<RunTask>> tasks, spare;
   uint32_t live = 0;  // tasks that have not ended
   TaskList ready, delayed, starved, watching;

@@ -69,11 +69,10 @@ uint64_t StorePath::write(RunTask& t) {
     std::memcpy(block, staged + uint64_t{record} * kind.record_bytes, bytes);
     std::memset(block + bytes, 0, kBlockBytes - bytes);
     // Such a block could never be told from a write that was lost.
-    if (all_zero(block, kBlockBytes)) t.fault = Fault::kInvalidArgument;
+    if (all_zero(block, kBlockBytes)) return t.fault = Fault::kInvalidArgument, uint64_t{b + 1} * kBlockBytes;
     uint32_t number = first_block + t.next_block + b;
     t.upload->set_crc(number, block_crc(h.build, uint64_t{number} + 1, block));
   }
-  if (t.fault != Fault::kNone) return 0;
 
   free_.pop_back();
   Io io{};

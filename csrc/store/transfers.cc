@@ -60,6 +60,7 @@ void Transfers::transfer(RunTask& t) {
     return;
   }
   decode_in_a_row_ = 0;
+  if (requests == 0) return;
   bulk_bytes_ += bytes;
   bulk_requests_ += requests;
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/futex.h"
 #include "store/gather_path.h"
 #include "store/read_ahead.h"
 #include "store/store_path.h"
@@ -22,8 +23,8 @@ class Transfers {
   // Queues the next few requests. Calls settled(run) for each run of which everything is queued. True if it did any.
   template <typename Settled>
   bool pump(Settled settled) {
-    uint64_t before = queued_;
-    while (queued_ - before < kAtOnce && io_.room() > 0) {
+    const uint64_t before = queued_, end_ns = now_ns() + kPumpNs;
+    while (queued_ - before < kAtOnce && io_.room() > 0 && (queued_ == before || now_ns() < end_ns)) {
       RunTask* t = next();
       if (!t) break;
       if (!over(*t)) transfer(*t);
@@ -38,6 +39,7 @@ class Transfers {
 
  private:
   static constexpr uint64_t kAtOnce = 8;            // requests; a submit of more would hold up hot tickets
+  static constexpr uint64_t kPumpNs = 50'000;       // and so would packing of more writes
   static constexpr uint32_t kDecodeBeforeBulk = 7;  // requests, while both wait
 
   static bool over(const RunTask& t) {

@@ -191,12 +191,7 @@ class Engine:
         geometry = self.policy.geometry(self.config.context, sum(ref.tokens for ref in refs))
         epoch = self.client.bind_slot(session.session_id, session.slot, refs, geometry.windows(offset))
         reader = PackReader(self.transport, self.records, geometry, session.slot, epoch, offset)
-        try:
-            yield reader
-        except StoreError as error:
-            if error.code == "DATA_LOSS":
-                reader.survey(refs)
-            raise
+        yield reader
         self.client.unbind_slot(session.slot)
 
     def compute_only(self, ids: Sequence[int]) -> torch.Tensor:
@@ -217,19 +212,13 @@ class Engine:
             )
         for session in sessions:
             self._sealer.seal_if_due(session)
-        try:
-            logits = self.loop.step([session.slot for session in sessions], tokens, positions)
-        except StoreError as error:
-            for session in sessions:
-                session.damaged |= error.code == "DATA_LOSS"
-            raise
+        logits = self.loop.step([session.slot for session in sessions], tokens, positions)
         for session, token in zip(sessions, tokens, strict=True):
             session.tokens.append(token)
         return logits
 
     def close_session(self, session: Session) -> None:
         """Unbinds the slot, closes the session in the store, gives the window's memory back. Packs stay stored."""
-        self._survey(session)
         self.policy.unbind(session.slot)
         self.client.close_session(session.session_id)
         self._release(session.slot)
@@ -238,9 +227,6 @@ class Engine:
         """Closes a session after `error`, which matters more than another one from the clean-up.
 
         A slot that the store may still write to is not used again."""
-        session.damaged |= isinstance(error, StoreError) and error.code == "DATA_LOSS"
-        if isinstance(error, Exception):
-            self._survey(session)
         self.policy.unbind(session.slot)
         if clean_up(error, self.client.close_session, session.session_id):
             self._release(session.slot)
@@ -282,14 +268,6 @@ class Engine:
         queries = [query.float().numpy() for query in prefilled.last_query]
         self.transport.run(self.policy.first_sets(session.slot, queries, BULK_RUNS_MAX, BULK_PAIRS_MAX))
         self.policy.commit_first_sets(session.slot)
-
-    def _survey(self, session: Session) -> None:
-        """Where one block is damaged others may be: all are read once, so that all are out of service together."""
-        if not session.damaged or not session.epoch:
-            return
-        offset = session.slot * self.slot_bytes
-        reader = PackReader(self.transport, self.records, session.geometry, session.slot, session.epoch, offset)
-        reader.survey([pack.ref for pack in session.packs])
 
     def _shrink(self) -> None:
         """Returns what prefill alone needed. The C library keeps freed layers of a long prompt for itself otherwise."""

@@ -1,10 +1,6 @@
-"""Reads whole packs of a bound slot back through its window: to index them anew, or to meet all damage at once."""
+"""Reads the keys of packs of a bound slot back through its window, to index them anew."""
 
 from __future__ import annotations
-
-import contextlib
-import itertools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +12,7 @@ from decode_worker.records import RecordFormat
 from decode_worker.retrieval.base import PackIndex, Retriever
 from decode_worker.transport import Transport
 from decode_worker.window.geometry import WindowGeometry
-from kvstore_service.client import PackRef, StoreError
+from kvstore_service.client import PackRef
 
 
 class PackReader:
@@ -49,14 +45,6 @@ class PackReader:
                 keys[tokens, head] = by_record[:, head]
             layers.append(retriever.build(layer, keys, order[layer]))
         return retriever.assemble(layers)
-
-    def survey(self, refs: Sequence[PackRef]) -> None:
-        """Has the daemon read, and check, every block of the packs: what is damaged is then known to it."""
-        with contextlib.suppress(_native.RingError):  # the store is gone: nobody is left to know
-            for ref in refs:
-                for layer, (first, count) in itertools.product(range(self._geometry.layers), self._portions(ref)):
-                    with contextlib.suppress(StoreError):  # found
-                        self._fetch(layer, first, count)
 
     def _portions(self, ref: PackRef) -> list[tuple[int, int]]:
         """(first record, records), each of which fits a lane."""

@@ -21,7 +21,6 @@ class Session:
     tokens: list[int] = field(default_factory=list)
     packs: list[IndexedPack] = field(default_factory=list)
     epoch: int = 0
-    damaged: bool = False  # a read of its packs has failed a checksum
     seal_after_s: float = 0.0  # monotonic: the store had no room for its tail before
     geometry: WindowGeometry = field(init=False)
 

@@ -179,4 +179,6 @@ def _store_error(error: grpc.RpcError, request_id: str) -> StoreError:
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
     message = error.details() if isinstance(error, grpc.Call) else str(error)
+    if code == "DEADLINE_EXCEEDED" and status is None:  # the client's own clock, for which gRPC has many words
+        message = "the call's deadline has passed"
     return StoreError(code, message or code, retry_after_s, violations, request_id, reason)

@@ -3,6 +3,7 @@
 import json
 import select
 import socket
+import struct
 import threading
 from collections.abc import Sequence
 
@@ -22,9 +23,11 @@ class BrokerConnection:
         UNAVAILABLE if no daemon answers, PERMISSION_DENIED if it refuses this user."""
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(timeout_s)
         try:
+            # Blocking, for the kernel to queue it: one that does not block fails at once while many others connect.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *_timeval(timeout_s)))
             self._socket.connect(path)
+            self._socket.settimeout(timeout_s)
             answer, _ = self._exchange({"verb": "hello", "name": name, "role": "operator" if operator else "worker"})
         except OSError as error:
             self._socket.close()
@@ -88,3 +91,8 @@ class BrokerConnection:
             return self._socket.recv(_MESSAGE_BYTES_MAX)
         except OSError:
             return b""
+
+
+def _timeval(timeout_s: float) -> tuple[int, int]:
+    """Whole seconds and microseconds, at least one: none would be for ever."""
+    return divmod(max(1, int(timeout_s * 1e6)), 1_000_000)

@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import socket
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -160,8 +161,10 @@ class Daemon:
         self.config.socket.unlink(missing_ok=True)
 
     def _release(self, worker: Worker) -> None:
-        self._replies.forget(worker.token)
-        self.store.workers.release(worker)
+        try:
+            self.store.workers.release(worker)
+        finally:
+            self._replies.forget(worker.token)  # after it no call of the worker succeeds
 
 
 def serve(make: Callable[[], Daemon]) -> int:
@@ -210,6 +213,9 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
         return 2
     except (StoreError, OSError) as error:
         print(f"kvstored: {error.message if isinstance(error, StoreError) else error}", file=sys.stderr)
+        return 1
+    except sqlite3.Error as error:
+        print(f"kvstored: the catalogue failed: {error}", file=sys.stderr)
         return 1
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from typing import Any, Self
 from kvstore_service.client import AdminClient, PackRef, SidecarKey, StoreClient, StoreError
 from kvstore_service.client.private import PrivateDaemon
 from tests.crash.load import SIDECAR_KIND, WRITERS, Chain, Reader, sidecar_of
-from tests.service.world import LANES, LAYERS, TOKENS
+from tests.support.world import LANES, LAYERS, TOKENS
 
 ROOT = Path(__file__).parents[2]
 ANSWER_S = 60.0  # for whatever the load or the daemon must do at all

@@ -14,7 +14,7 @@ import numpy as np
 
 from decode_worker._native import OP_STORE, RingError
 from kvstore_service.client import AdminClient, StoreClient, StoreError
-from tests.service.world import (
+from tests.support.world import (
     GEOMETRY,
     LANES,
     LAYERS,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0

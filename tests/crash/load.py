@@ -11,7 +11,7 @@ them. A line of stdout is one event, written the moment it is known:
     sidecar   of pack `number`: about to be written, or `acked`
     ended     by an error, which is the daemon's death or a failure: the reader judges
 
-Payloads are a function of their address (tests/service/world.py), so that whoever finds a pack can check it.
+Payloads are a function of their address (tests/support/world.py), so that whoever finds a pack can check it.
 """
 
 import itertools
@@ -29,7 +29,7 @@ import numpy as np
 
 from decode_worker._native import RingError
 from kvstore_service.client import PackRef, SidecarKey, StoreClient, StoreError
-from tests.service.world import LAYOUT, PLACES, TOKENS, TestWorker, candidate, expected, records_of, reservation
+from tests.support.world import LAYOUT, PLACES, TOKENS, TestWorker, candidate, expected, records_of, reservation
 
 WRITERS = 2
 PACKS_MAX = 4

@@ -5,18 +5,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.database import Database
 from kvstore_service.daemon.server import main
 
 
 @contextmanager
-def never_committed(self: Catalog) -> Iterator[sqlite3.Connection]:
-    with self._lock:
-        if not self._db.in_transaction:
-            self._db.execute("BEGIN IMMEDIATE")
-        yield self._db
+def never_committed(self: Database) -> Iterator[sqlite3.Connection]:
+    with self.lock:
+        if not self.connection.in_transaction:
+            self.connection.execute("BEGIN IMMEDIATE")
+        yield self.connection
 
 
 if __name__ == "__main__":
-    Catalog._transaction = never_committed  # type: ignore[method-assign]
+    Database.transaction = never_committed  # type: ignore[method-assign]
     sys.exit(main())

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from kvstore_service.client import AdminClient, PackRef, StoreClient, StoreError
 from tests.crash.load import Chain, Reader
-from tests.daemon_process import Daemon
-from tests.reliability import add_run
-from tests.service.world import LAYOUT, TOKENS, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.reliability import add_run
+from tests.support.world import LAYOUT, TOKENS, reservation
 
-PACK_BYTES = 274_432  # of a pack of tests.service.world
+PACK_BYTES = 274_432  # of a pack of tests.support.world
 HELD_PACKS = 48
 CHAINS = HELD_PACKS  # of two packs each: twice what fits
 PINNED = 4

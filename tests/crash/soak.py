@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.crash.crasher import Counts, Crasher
-from tests.daemon_process import Daemon
-from tests.reliability import add_run
+from tests.support.daemon_process import Daemon
+from tests.support.reliability import add_run
 
 ROUND_KILLS = 50
 PROGRESS_S = 60.0

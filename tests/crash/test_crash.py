@@ -11,8 +11,8 @@ import pytest
 from kvstore_service.client import StoreClient, StoreError
 from kvstore_service.client.private import PrivateDaemon
 from tests.crash.crasher import Counts, Crasher, Lost
-from tests.daemon_process import Daemon
-from tests.service.world import LAYOUT
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT
 
 KILLS = 50
 RESTART_S_MAX = 10.0  # on a machine that does other things as well; idle it is below 2

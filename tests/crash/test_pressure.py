@@ -8,7 +8,7 @@ import pytest
 
 from kvstore_service.client import AdminClient
 from tests.crash.pressure import PINNED, Counts, Pressure, daemon_options
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 LASTS_S = 10.0
 

@@ -15,8 +15,8 @@ from kvstore_service.client import AdminClient, StoreClient, StoreError
 from tests.crash.doomed_process import DoomedProcess, wait_stopped
 from tests.crash.load import Reader
 from tests.crash.witness import Witness
-from tests.daemon_process import Daemon
-from tests.service.world import LAYOUT, SLOTS, TOKENS, TestWorker, gather_runs
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT, SLOTS, TOKENS, TestWorker, gather_runs
 
 WAIT_S = 0.5
 DELAY_S_MAX = 3.0  # that a busy machine may add; a gather takes a millisecond

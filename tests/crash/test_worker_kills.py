@@ -11,8 +11,8 @@ from kvstore_service.client import AdminClient
 from tests.crash.doomed import FAULTS, FROZEN, RESTLESS
 from tests.crash.doomed_process import DoomedProcess
 from tests.crash.witness import Witness
-from tests.daemon_process import Daemon
-from tests.service.world import LAYOUT, TOKENS, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT, TOKENS, reservation
 
 NVME_BYTES = 12 << 20
 RELEASE_S = 2.0

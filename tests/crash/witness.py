@@ -9,8 +9,8 @@ import numpy as np
 
 from kvstore_service.client import StoreClient
 from tests.crash.doomed import CHAIN, RECORDS
-from tests.daemon_process import Daemon
-from tests.service.world import LAYOUT, TOKENS, TestWorker, expected, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT, TOKENS, TestWorker, expected, reservation
 
 PAUSE_S = 20.0
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import NO_PAIRS, OK, WAIT_US, Pack, Rig, run, until
 
 from decode_worker._native import OP_GATHER, OP_RANGE, RingProducer
 from kvstore_service._native import FairRounds, RingGeometry
+from tests.support.rig import NO_PAIRS, OK, WAIT_US, Pack, Rig, run, until
 
 NONE = 2**32 - 1
 RECORD_BYTES = 512

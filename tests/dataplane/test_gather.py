@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 import pytest
-from rig import ABORTED, CANARY, ERROR, INTERNAL, OK, STALE, Rig, all_records, run, until
 
 from decode_worker._native import OP_CANCEL, OP_GATHER, OP_PROMOTE, OP_RANGE
 from kvstore_service._native import NativeError
+from tests.support.rig import ABORTED, CANARY, ERROR, INTERNAL, OK, STALE, Rig, all_records, run, until
 
 
 def pairs_of(records, places):

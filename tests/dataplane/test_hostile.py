@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import pytest
-from rig import CANARY, ERROR, INVALID_ARGUMENT, OK, Rig, memfd, run, spec
 
 from decode_worker._native import (
     OP_CANCEL,
@@ -21,6 +20,7 @@ from decode_worker._native import (
     RingPoisoned,
 )
 from kvstore_service._native import NativeError, RingGeometry
+from tests.support.rig import CANARY, ERROR, INVALID_ARGUMENT, OK, Rig, memfd, run, spec
 
 HEADER, TICKET, RUN, PAIR = 256, 64, 32, 8
 BAD = [ERROR, INVALID_ARGUMENT]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import NO_PAIRS, OK, Rig, mapped, run
 
 from decode_worker._native import (
     OP_GATHER,
@@ -23,6 +22,7 @@ from decode_worker._native import (
     RingTimeout,
 )
 from kvstore_service._native import RingGeometry
+from tests.support.rig import NO_PAIRS, OK, Rig, mapped, run
 
 CHILD = """
 import mmap, sys, time

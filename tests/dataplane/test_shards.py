@@ -7,12 +7,12 @@ import time
 
 import numpy as np
 import pytest
-from rig import CANARY, ERROR, NO_PAIRS, OK, STALE, WAIT_US, Rig, run, until
-from test_deadlines import shimmed
 
 from decode_worker._native import OP_RANGE, OP_STORE, RingPoisoned, RingProducer
 from kvstore_service._native import NativeError
 from tests.faults.conftest import shim
+from tests.support.rig import CANARY, ERROR, NO_PAIRS, OK, STALE, WAIT_US, Rig, run, until
+from tests.support.shimmed import shimmed
 
 __all__ = ["shim"]
 

@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from rig import ABORTED, ERROR, INVALID_ARGUMENT, NO_PAIRS, OK, STALE, WAIT_US, Rig, mapped, run, until
 
 from decode_worker._native import OP_CANCEL, OP_GATHER, OP_PROMOTE, OP_RANGE
 from kvstore_service._native import RingGeometry
+from tests.support.rig import ABORTED, ERROR, INVALID_ARGUMENT, NO_PAIRS, OK, STALE, WAIT_US, Rig, mapped, run, until
 
 PAIRS = 1 << 14
 RUNS = 65_534

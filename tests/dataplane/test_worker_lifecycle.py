@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 import pytest
-from rig import CANARY, ERROR, OK, STALE, Rig, all_records, memfd, run, spec, until
 
 from decode_worker._native import OP_RANGE, OP_STORE, RingPoisoned, RingProducer, RingTimeout
 from kvstore_service._native import DataPlane, NativeError
+from tests.support.rig import CANARY, ERROR, OK, STALE, Rig, all_records, memfd, run, spec, until
 
 
 def unchanged_for(window, seconds):

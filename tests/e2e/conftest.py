@@ -18,7 +18,7 @@ from oracle.qsac import Oracle
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.session import Session
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 ROOT = Path(__file__).parents[2]
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 4, 2, 64, 256

@@ -9,7 +9,8 @@ import pytest
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import candidates
 from kvstore_service.client import AdminClient, PackRef, StoreError
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
 
 from .conftest import PACK_TOKENS, EngineFactory, Expected, attached_tokens, greedy, joined, random_ids
 from .pack_files import PackFile, packs_by_id
@@ -145,7 +146,7 @@ def test_damage_that_a_step_meets_ends_that_run_only_and_all_of_it_surfaces_with
         worker.step([session], rest[:1])
     worker.give_up(session, failure.value)
     assert failure.value.code == "DATA_LOSS"
-    assert damaged_packs(daemon) == 2
+    until(lambda: damaged_packs(daemon) == 2, "the daemon has verified the chain")
     worker = engine(**SETTINGS)
     worker.close_session(worker.prefill(ids[:DOCUMENT])[0])
     assert damaged_packs(daemon) == 0

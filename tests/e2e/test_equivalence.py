@@ -4,7 +4,7 @@ import pytest
 
 from decode_worker import _native
 from decode_worker.engine.engine import Engine
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 from .conftest import EngineFactory, Expected, greedy, random_ids
 

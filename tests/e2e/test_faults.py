@@ -19,7 +19,7 @@ from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import candidates
 from decode_worker.engine.session import Session
 from kvstore_service.client import AdminClient, StoreError
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 from .conftest import (
     PACK_TOKENS,

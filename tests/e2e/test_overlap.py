@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 from .conftest import DaemonFactory, Expected, greedy, joined, random_checkpoint, random_ids
 

@@ -11,7 +11,7 @@ from decode_worker.actor import RemoteWorker, local_ray
 from decode_worker.config import WorkerConfig
 from decode_worker.worker import Answer, Worker
 from kvstore_service.client import StoreError
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 from .conftest import random_ids
 

@@ -8,7 +8,7 @@ import pytest
 
 from decode_worker.engine.engine import Engine
 from kvstore_service.client import AdminClient, ReservedPack, StoreError, Violation
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 from .conftest import EngineFactory, Expected, greedy, random_ids
 

@@ -10,7 +10,7 @@ from decode_worker.engine.session import Session
 from decode_worker.model.sampling import Sampling
 from decode_worker.worker import Worker
 from kvstore_service.client import AdminClient, StoreError
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 from .conftest import KV_HEADS, LAYERS, EngineFactory, Expected, greedy, random_ids, worker_settings
 

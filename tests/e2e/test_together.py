@@ -12,7 +12,7 @@ from decode_worker import pack_writer
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import reservations
 from kvstore_service.client import AdminClient
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 from .conftest import PACK_TOKENS, EngineFactory, Expected, greedy, joined, random_ids
 

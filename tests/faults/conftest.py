@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import Daemon
 from tests.dataplane.conftest import directory, rng, seed
-from tests.faults.life import Life, living
+from tests.support.daemon_process import Daemon
+from tests.support.life import Life, living
 
 __all__ = ["directory", "rng", "seed"]
 

@@ -15,8 +15,8 @@ from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.daemon import config, server
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.shared.types import PackRef, PackRow
-from tests.faults.life import Life
-from tests.service.world import LAYOUT, TOKENS
+from tests.support.life import Life
+from tests.support.world import LAYOUT, TOKENS
 
 
 class Nth:
@@ -46,7 +46,7 @@ class Nth:
         raise error
 
 
-class Database:
+class Connection:
     """A connection whose statements go past `nth`."""
 
     def __init__(self, db: sqlite3.Connection, nth: Nth) -> None:
@@ -88,7 +88,10 @@ def daemon(tmp_path: Path, nth: Nth) -> Iterator[server.Daemon]:
     where = [f"--data-dir={tmp_path}/data", f"--socket={tmp_path}/s", f"--broker={tmp_path}/b", "--metrics-addr=off"]
     daemon = server.Daemon(config.load([*where, "--dram-bytes=64MiB", "--nvme-bytes=1GiB", "--copy-threads=1"]))
     daemon.start()
-    daemon.store.state.catalog._db = Database(daemon.store.state.catalog._db, nth)  # type: ignore[assignment]
+    daemon.store._upkeep.close()  # its chores would count among the calls of a life
+    daemon.store.state.ballast.drop()  # or the first call that finds no room has some
+    database = daemon.store.state.catalog._database
+    database.connection = Connection(database.connection, nth)  # type: ignore[assignment]
     yield daemon
     nth.arm(0)
     daemon.close()
@@ -111,6 +114,7 @@ def test_every_durable_call_of_the_control_plane_fails_once(
 ) -> None:
     failed = set()
     for at in range(1, 1000):
+        uses_lost = daemon.store.state.counts()["uses_lost"]
         nth.arm(at, number)
         raised = None
         try:
@@ -122,11 +126,13 @@ def test_every_durable_call_of_the_control_plane_fails_once(
         if name is None:
             break
         failed.add(name)
-        # What could not be removed goes with the next start; here the data plane had removed it already.
-        assert raised == (None if name == "Path.unlink" else code), (at, name)
+        # What could not be removed goes with the next start; here the data plane had removed it already. Uses of packs
+        # may be lost.
+        forgiven = name == "Path.unlink" or daemon.store.state.counts()["uses_lost"] > uses_lost
+        assert raised == (None if forgiven else code), (at, name)
         life.give_up()
         life.check_nothing_is_left()
-        assert daemon.store.state.uploads._promised_bytes == 0, (at, name)
+        assert daemon.store.state.uploads.promised()[0] == 0, (at, name)
         life.live(at)
         life.check_nothing_is_left()
     print(sorted(failed), at)
@@ -137,7 +143,7 @@ def test_every_durable_call_of_the_control_plane_fails_once(
 def test_a_catalogue_that_cannot_grow_is_resource_exhausted_until_it_can(daemon: server.Daemon, life: Life) -> None:
     """SQLite's own "database or disk is full"."""
     life.live(1)
-    db = daemon.store.state.catalog._db
+    db = daemon.store.state.catalog._database.connection
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count={pages}")
     lived = [1]

@@ -23,9 +23,9 @@ from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.daemon.disk import sidecars
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.shared.types import Layout, PackRef, PackRow, SidecarKey
-from tests.daemon_process import Daemon
-from tests.dataplane.rig import CANARY, DATA_LOSS, ERROR, OK, Pack, Rig, run, until
-from tests.service.world import LAYOUT, TOKENS, TestWorker, candidate, expected
+from tests.support.daemon_process import Daemon
+from tests.support.rig import CANARY, DATA_LOSS, ERROR, OK, Pack, Rig, run, until
+from tests.support.world import LAYOUT, TOKENS, TestWorker, candidate, expected
 
 BLOCK = 4096
 RECORD_BYTES, LAYERS, LANES, PACK_TOKENS = 384, 2, 2, 1024  # ten records and 256 B of padding in a block
@@ -129,7 +129,7 @@ class Shelf:
             assert lost == {block for block in bad if block <= self.data_blocks}
             assert self.rig.plane.pack_damaged(self.pack.handle) == bool(lost)
             assert set(self.rig.plane.verify_pack(self.pack.handle)) == bad
-            assert _refused(lambda: self.rig.plane.read_map(self.pack.handle)) == any(b > self.data_blocks for b in bad)
+            assert _refused(lambda: self.rig.map_of(self.pack)) == any(b > self.data_blocks for b in bad)
 
     def does_not_open(self) -> bool:
         def attempt() -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import PackReservation, StoreClient, StoreError
-from tests.daemon_process import Daemon
-from tests.faults.life import PACKS, Life, Worker, living, reservation, until
-from tests.service.world import LAYOUT
+from tests.support.daemon_process import Daemon
+from tests.support.life import PACKS, Life, Worker, living, reservation, until
+from tests.support.world import LAYOUT
 
 ALWAYS = 1 << 40
 ROOT = Path(__file__).parents[2]

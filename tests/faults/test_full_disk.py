@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import AdminClient, PrefixCandidate, SidecarKey, StoreClient, StoreError
-from tests.daemon_process import Daemon
-from tests.faults.life import Life, reservation
-from tests.service.world import LAYOUT, TOKENS
+from tests.support.daemon_process import Daemon
+from tests.support.life import Life, reservation
+from tests.support.world import LAYOUT, TOKENS
 
 DISK_BYTES = 12 << 20
 OPTIONS = ("--nvme-bytes=1GiB", "--copy-threads=1")

@@ -26,10 +26,10 @@ from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.shared import settings
 from kvstore_service.shared.types import PackRow, format_size
-from tests.daemon_process import Daemon
-from tests.faults.life import until
 from tests.service.test_catalog import pack_row
-from tests.service.world import LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
+from tests.support.world import LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
 
 CHAIN = 10
 BLOCK = 4096
@@ -373,7 +373,7 @@ def test_verify_names_every_bad_block_and_drops_a_damaged_sidecar(tmp_path: Path
 
 
 def sidecar_of(path: Path) -> SidecarKey:
-    return sidecars.parse(path.read_bytes())[0]
+    return sidecars.key_of(str(path))
 
 
 def test_damage_that_a_read_meets_has_the_rest_of_its_chain_verified(tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_another_extent_size_is_refused_with_one_line(tmp_path: Path) -> None:
         assert "set it to 2" in output
 
 
-@pytest.mark.parametrize("name", ["lock", "catalog.sqlite", "tenants", "packs.stamp"])
+@pytest.mark.parametrize("name", ["lock", "catalog.sqlite", "tenants", "tenants.new", "packs.stamp", "ballast"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_something_else_in_a_files_place_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
     make(tmp_path / name)

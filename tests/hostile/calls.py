@@ -1,6 +1,7 @@
 """Every method of the daemon, as its descriptors say, and calls of them with any bytes at all."""
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -90,3 +91,20 @@ def extreme(rng: random.Random) -> Callable[[FieldDescriptor], Any]:
         return number if unsigned else number - 2 ** (bits - 1)
 
     return value
+
+
+class Late:
+    """A request that does not come before `end`."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def __iter__(self) -> "Late":
+        return self
+
+    def __next__(self) -> bytes:
+        self._ended.wait(60.0)
+        raise StopIteration
+
+    def end(self) -> None:
+        self._ended.set()

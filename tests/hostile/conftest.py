@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import StoreClient
-from tests.daemon_process import Daemon
 from tests.hostile.victim import Victim
+from tests.support.daemon_process import Daemon
 
 
 @pytest.fixture(scope="module")

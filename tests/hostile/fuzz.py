@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests import reliability
 from tests.hostile import sanitized
 from tests.hostile.sanitized import ROOT
+from tests.support import reliability
 
 BUILD = ROOT / "build" / "fuzz"
 CORPUS = ROOT / "csrc" / "fuzz" / "corpus"

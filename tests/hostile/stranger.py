@@ -19,7 +19,7 @@ from kvstore_service.shared import wire
 from kvstore_service.shared.types import StoreError
 from tests.hostile import calls
 from tests.hostile.victim import named
-from tests.service.world import LAYOUT
+from tests.support.world import LAYOUT
 
 
 def attempt(order: dict[str, Any]) -> dict[str, Any]:

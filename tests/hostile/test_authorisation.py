@@ -20,13 +20,13 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from kvstore_service.client import AdminClient, StoreClient
 from kvstore_service.client.connection import BrokerConnection
-from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.calls import GARBAGE, METHODS, code_of, path_of
 from tests.hostile.sanitized import ROOT
 from tests.hostile.stranger import tried
 from tests.hostile.victim import Victim
 from tests.service.test_rpc import make_certificates
+from tests.support.daemon_process import Daemon
 
 TENANT_UID, OUTSIDER_UID, GROUP = 12345, 23456, 34567
 # With another's ids these find nothing or do nothing: they make something new, or ask about one's own.

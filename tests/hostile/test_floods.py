@@ -22,11 +22,11 @@ from kvstore_service.daemon.front.broker import TRANSFER_BYTES_MAX
 from kvstore_service.daemon.store.indexes import SIDECARS_MAX
 from kvstore_service.daemon.store.registry import Limits
 from kvstore_service.shared import wire
-from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.calls import METHODS, path_of
 from tests.hostile.victim import Victim
-from tests.service.world import LAYOUT, candidate
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT, candidate
 
 CALLS = 96  # of one kind
 ANSWER_S = 5.0  # generous: an answer that a flood holds up comes never
@@ -313,3 +313,33 @@ def test_idle_connections_leave_room(daemon: Daemon) -> None:
         assert daemon.open_descriptors() < server.CONNECTIONS_MAX + 300
         with StoreClient.connect(daemon.socket, daemon.broker, "late", server.HANDSHAKE_MS / 1e3 + 20.0) as late:
             late.close_session(late.open_session(LAYOUT, 1024))  # as soon as the silent ones are dropped
+
+
+def test_a_full_backlog_is_waited_for(tmp_path: Path) -> None:
+    """Others who connect in crowds, refused or not, are no reason to say that no daemon answers."""
+    path = str(tmp_path / "broker.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, contextlib.ExitStack() as stack:
+        listener.bind(path)
+        listener.listen(0)
+        crowd = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        crowd.connect(path)
+
+        def serve() -> None:
+            time.sleep(0.3)
+            for _ in range(2):
+                peer, _ = listener.accept()
+                stack.callback(peer.close)
+            peer.recv(4096)
+            peer.send(b'{"token": "t"}')
+
+        server = threading.Thread(target=serve)
+        server.start()
+        with contextlib.closing(BrokerConnection(path, "patient", ANSWER_S)) as connection:
+            assert connection.token == "t"
+        server.join(ANSWER_S)
+        crowd_again = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        crowd_again.connect(path)
+        started_s = time.monotonic()
+        with pytest.raises(StoreError, match="UNAVAILABLE"):
+            BrokerConnection(path, "late", 0.2)
+        assert time.monotonic() - started_s < ANSWER_S

@@ -20,11 +20,11 @@ from kvstore_service.client import AdminClient, StoreError
 from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.front.broker import HELLO_S, MESSAGE_BYTES_MAX, TRANSFERS_MAX, USER_CONNECTIONS_MAX
 from kvstore_service.shared import memory
-from tests.daemon_process import Daemon
 from tests.hostile.calls import token
 from tests.hostile.sanitized import ROOT
 from tests.hostile.victim import INDEX, Victim
 from tests.service.test_broker import Desk, knock, say
+from tests.support.daemon_process import Daemon
 
 NESTED = b"[" * MESSAGE_BYTES_MAX
 GARBAGE = [

@@ -16,10 +16,10 @@ from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.front.fields import ITEMS_MAX
 from kvstore_service.daemon.front.replies import IDEMPOTENCY_KEY_MAX
 from kvstore_service.daemon.front.rpc import MESSAGE_BYTES_MAX
-from tests.daemon_process import Daemon
 from tests.hostile import calls
 from tests.hostile.calls import METHODS, code_of, path_of
 from tests.hostile.victim import Victim
+from tests.support.daemon_process import Daemon
 
 PAYLOADS = 90  # per method
 GROWTH_BYTES_MAX = 256 << 20

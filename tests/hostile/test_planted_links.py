@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import SidecarKey, StoreClient, StoreError
-from tests.daemon_process import Daemon
 from tests.hostile.sanitized import ROOT
-from tests.service.world import LAYOUT, TestWorker
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT, TestWorker
 
 FOREIGN = b"somebody else's"
 

@@ -4,7 +4,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 
 from kvstore_service.client import SidecarKey, StoreClient
-from tests.service.world import LAYOUT, TOKENS, TestWorker, digest, expected, reservation
+from tests.support.world import LAYOUT, TOKENS, TestWorker, digest, expected, reservation
 
 INDEX = b"an index of the victim"
 
@@ -13,7 +13,7 @@ class Victim:
     """Has a session with a committed pack, a bound slot, a sidecar and an open upload."""
 
     def __init__(self, client: StoreClient, number: int = 1) -> None:
-        """Its packs are `number` and the next one of tests.service.world."""
+        """Its packs are `number` and the next one of tests.support.world."""
         self.client = client
         self.number = number
         self.worker = TestWorker(client)

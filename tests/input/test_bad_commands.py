@@ -13,7 +13,7 @@ import pytest
 
 from decode_worker import cli, cluster
 from kvstore_service.client import AdminClient
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 from .terminal import headgate, nothing_left, run
 

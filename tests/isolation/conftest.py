@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench.neighbour import DAEMON_OPTIONS, SMALL, Document, Neighbour
-from tests.daemon_process import Daemon
 from tests.faults.conftest import shim
+from tests.support.daemon_process import Daemon
 
 __all__ = ["shim"]
 

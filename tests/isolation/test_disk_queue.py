@@ -8,7 +8,7 @@ import pytest
 from bench.neighbour import LANES, RECORD_BYTES, SMALL, Document, Neighbour, Post
 from decode_worker import _native
 from kvstore_service.client import RingGeometry
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 EXTENT_RECORDS = 32
 ATTEMPTS = 5

@@ -4,7 +4,7 @@ import numpy as np
 
 from bench.neighbour import ATTACKS, BUSY_PAIRS, RECORD_BYTES, Document, Neighbour
 from bench.store import counters
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 SHARE_MIN = 0.2
 TICKETS, RUNS = 200, 4

@@ -8,8 +8,8 @@ import pytest
 
 from bench.neighbour import DAEMON_OPTIONS, LANES, Neighbour
 from kvstore_service.client import PackImportance
-from tests.daemon_process import Daemon
 from tests.isolation.conftest import HOT
+from tests.support.daemon_process import Daemon
 
 HINTS, PER_CALL = 1200, 100
 

@@ -10,9 +10,9 @@ import pytest
 from bench.neighbour import LAYOUT, PACK_TOKENS, SMALL, Document, Neighbour
 from decode_worker import _native
 from kvstore_service.client import PrefixCandidate, RingGeometry, StoreClient
-from tests.daemon_process import Daemon
-from tests.faults.life import until
 from tests.isolation.conftest import HOT
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
 
 ALWAYS = 1 << 40
 STALL_US = 4_000_000

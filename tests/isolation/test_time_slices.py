@@ -7,8 +7,8 @@ import pytest
 
 from bench.neighbour import ATTACKS, SMALL, Attack, Document, Neighbour
 from kvstore_service.client import AdminClient
-from tests.daemon_process import Daemon
 from tests.isolation.conftest import HOT
+from tests.support.daemon_process import Daemon
 
 ANSWER_US_MAX = 2_000_000
 END_S_MAX = 10.0

@@ -15,7 +15,6 @@ from decode_worker.retrieval.index import PackIndex
 
 RECORD_BYTES = 64
 OK, ERROR = 1, 3
-NOTHING = (-1, -1, -1)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_service.client import StoreClient
-from tests.daemon_process import Daemon
+from kvstore_service.client import AdminClient, StoreClient
+from tests.support.daemon_process import Daemon
+from tests.support.world import TestWorker
 
 
 @pytest.fixture
@@ -18,4 +19,17 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 @pytest.fixture
 def client(daemon: Daemon) -> Iterator[StoreClient]:
     with StoreClient.connect(daemon.socket, daemon.broker, "test", timeout_s=10.0) as connected:
+        yield connected
+
+
+@pytest.fixture
+def worker(client: StoreClient) -> Iterator[TestWorker]:
+    made = TestWorker(client)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def admin(daemon: Daemon) -> Iterator[AdminClient]:
+    with AdminClient.connect(daemon.socket, daemon.broker) as connected:
         yield connected

@@ -1,13 +1,16 @@
 """What an operator does: pin, evict, audit, drain, and kvctl over all of it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -15,24 +18,14 @@ import pytest
 
 from kvstore_service import kvctl
 from kvstore_service.client import AdminClient, SidecarKey, StoreClient, StoreError
-from tests.daemon_process import Daemon
-from tests.service import world
-from tests.service.world import TestWorker
+from kvstore_service.client.call import local_channel
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.shared.types import NO_PARENT, PACK_ID_BYTES, PackRef, PackRow
+from tests.support import world
+from tests.support.daemon_process import Daemon
+from tests.support.world import TestWorker
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def worker(client: StoreClient) -> Iterator[TestWorker]:
-    made = TestWorker(client)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def admin(daemon: Daemon) -> Iterator[AdminClient]:
-    with AdminClient.connect(daemon.socket, daemon.broker) as connected:
-        yield connected
 
 
 def chain(worker: TestWorker, session: str, numbers: list[int]) -> list[world.PackRef]:
@@ -325,3 +318,37 @@ def test_the_example_runs(worker: TestWorker, daemon: Daemon) -> None:
     command = [sys.executable, "examples/inventory.py", daemon.socket, daemon.broker]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert (done.returncode, "1 packs" in done.stdout) == (0, True), done.stderr
+
+
+def test_an_audit_of_a_store_that_lost_many_files_among_many_of_others_ends_soon(tmp_path: Path) -> None:
+    """That a loss is settled takes one wait, not one for each file."""
+    with Daemon(tmp_path) as daemon:
+        daemon.stop()
+        with closing(Catalog(daemon.data_dir)) as catalog:
+            names = [number.to_bytes(PACK_ID_BYTES) for number in range(2000)]
+            refs = [PackRef(name, name[16:], 0, world.TOKENS) for name in names]
+            rows = [PackRow(ref, NO_PARENT, world.LAYOUT, "uid-0", 0) for ref in refs]
+            for row in rows:
+                (catalog.packs_dir / row.file).touch()
+            catalog.commit_packs(rows)
+        daemon.start()
+        for number, row in enumerate(rows):
+            (catalog.packs_dir / row.file).rename(catalog.packs_dir / f"notes-{number}")
+        failed = {check["name"]: check["detail"] for check in audited(daemon) if not check["ok"]}
+        assert list(failed) == ["catalogue rows = files", "files = rows + uploads"]
+        assert "2000 without their file" in failed["catalogue rows = files"]
+        assert "2000 without a row" in failed["files = rows + uploads"]
+
+
+def audited(daemon: Daemon) -> list[dict[str, Any]]:
+    checks: list[dict[str, Any]] = json.loads(run(daemon, "audit", "--format=json", "--timeout=30").stdout)
+    return checks
+
+
+def test_every_command_that_runs_out_of_time_says_so(daemon: Daemon) -> None:
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreError, match="the call's deadline has passed"):
+            AdminClient(local_channel(daemon.socket), None, 0.3).get_status()
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)

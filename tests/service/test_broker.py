@@ -20,7 +20,7 @@ from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.front.broker import HELLO_S, TRANSFERS_MAX, Broker, claim_path
 from kvstore_service.daemon.store.registry import Limits, Registry, Worker
 from kvstore_service.shared import memory
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 
 class Desk:

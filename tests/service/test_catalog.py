@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from kvstore_service.daemon.disk import sidecars
-from kvstore_service.daemon.disk.catalog import Catalog, PackFilter, Quota, Totals
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.rows import PackFilter, Quota, Totals
 from kvstore_service.daemon.disk.schema import CATALOG_VERSION
 from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
@@ -95,12 +96,12 @@ def test_a_catalogue_restored_from_an_older_copy_costs_no_file(tmp_path: Path, k
     catalog = Catalog(data)
     old = pack_row(catalog, 1)
     catalog.commit_packs([old])
-    catalog._db.execute("VACUUM INTO ?", (str(copy),))
+    catalog._database.connection.execute("VACUUM INTO ?", (str(copy),))
     new = pack_row(catalog, 2)
     catalog.commit_packs([new])
     if killed:  # a lock and a connection that nobody ends
         os.close(catalog._directory_lock)
-        catalog._db.close()
+        catalog._database.connection.close()
     else:
         catalog.close()
     for path in data.glob("catalog.sqlite*"):
@@ -228,7 +229,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 
 def summed(catalog: Catalog, tenant: str = "%") -> Totals:
     """What `totals` must be, by a scan."""
-    db = catalog._db
+    db = catalog._database.connection
     packs = db.execute(
         "SELECT count(*), coalesce(sum(file_bytes), 0), 0, coalesce(sum(damage IS NOT NULL), 0) FROM packs "
         "WHERE tenant LIKE ?", (tenant,)
@@ -300,23 +301,23 @@ def test_victims_are_leaves_in_the_order_of_use_and_importance(catalog: Catalog)
     names = [row.ref.pack_id for row in rows]
 
     def order(**options: Any) -> list[int]:
-        return [victim.row.ref.pack_id[0] for victim in catalog.victims(10, **options)]
+        return [victim.row.ref.pack_id[0] for victim in catalog.uses.victims(10, **options)]
 
     assert order() == [2, 3, 4, 5]
-    catalog.touch(names[1:3], 2000.0)
+    catalog.uses.touch(names[1:3], 2000.0)
     assert order() == [4, 5, 2, 3]
-    catalog.set_importance({names[3]: 1.0})
-    catalog.touch([names[1]], 1000.0 + 0.5 * day_s)
+    catalog.uses.set_importance({names[3]: 1.0})
+    catalog.uses.touch([names[1]], 1000.0 + 0.5 * day_s)
     assert order() == [5, 3, 2, 4]
     assert order(tenant="uid-1") == [5, 3, 4]
-    catalog.pin([names[2]], True)
-    catalog.pin([names[4]], True, until_s=time.time() - 1.0)
+    catalog.uses.pin([names[2]], True)
+    catalog.uses.pin([names[4]], True, until_s=time.time() - 1.0)
     assert order() == [5, 2, 4]
-    first = catalog.victims(1)
+    first = catalog.uses.victims(1)
     assert order(after=first[0]) == [2, 4]
     catalog.remove_pack(rows[1])
     assert order() == [1, 5, 4]  # the root is a leaf now
-    plan = catalog._db.execute(
+    plan = catalog._database.connection.execute(
         "EXPLAIN QUERY PLAN SELECT pack_id FROM packs WHERE children = 0 AND pinned_until_s IS NULL "
         "ORDER BY keep_s, pack_id LIMIT 5"
     ).fetchall()
@@ -328,11 +329,11 @@ def test_uses_are_written_in_batches_and_at_the_end(tmp_path: Path) -> None:
     with closing(Catalog(tmp_path)) as catalog:
         row = pack_row(catalog, 1)
         catalog.commit_packs([row])
-        catalog.touch([row.ref.pack_id], row.created_s + 50)
+        catalog.uses.touch([row.ref.pack_id], row.created_s + 50)
         assert catalog.listed(row.ref.pack_id).last_used_s == row.created_s + 50
-        catalog.touch([number.to_bytes(32) for number in range(2000)], 1.0)
-        assert not catalog._touched
-        catalog.touch([row.ref.pack_id], row.created_s + 60)
+        catalog.uses.touch([number.to_bytes(32) for number in range(2000)], 1.0)
+        assert not catalog.uses._touched
+        catalog.uses.touch([row.ref.pack_id], row.created_s + 60)
     with closing(Catalog(tmp_path)) as catalog:
         assert catalog.listed(row.ref.pack_id).last_used_s == row.created_s + 60
 
@@ -350,12 +351,12 @@ def test_a_pin_ends_with_its_time(catalog: Catalog) -> None:
     row = pack_row(catalog, 1)
     catalog.commit_packs([row])
     name = row.ref.pack_id
-    catalog.pin([name], True, until_s=time.time() + 1000)
-    assert catalog.is_pinned(name)
+    catalog.uses.pin([name], True, until_s=time.time() + 1000)
+    assert catalog.uses.is_pinned(name)
     with pytest.raises(StoreError, match="pinned"):
         catalog.remove_pack(row)
-    catalog.pin([name], True, until_s=time.time() - 1)
-    assert not catalog.is_pinned(name)
+    catalog.uses.pin([name], True, until_s=time.time() - 1)
+    assert not catalog.uses.is_pinned(name)
     catalog.remove_pack(row)
 
 
@@ -366,7 +367,7 @@ def test_pages_pass_their_filter_and_look_at_a_bounded_number_of_rows(
     rows = [replace(pack_row(catalog, n, tenant=f"uid-{n % 2}"), created_s=float(n)) for n in range(1, 21)]
     catalog.commit_packs(rows)
     catalog.mark_damaged(rows[4], "planted")
-    catalog.pin([rows[7].ref.pack_id], True)
+    catalog.uses.pin([rows[7].ref.pack_id], True)
 
     def listing(wanted: PackFilter, limit: int = 3) -> list[int]:
         found, after = list[int](), b""
@@ -421,8 +422,8 @@ def test_a_catalogue_of_version_1_is_brought_up_in_place(tmp_path: Path) -> None
         with closing(Catalog(tmp_path)) as catalog:
             assert catalog.packs() == [parent, child]
             assert catalog.totals() == summed(catalog) == Totals(2, 200, 9)
-            assert catalog.is_pinned(parent.ref.pack_id)
-            assert not catalog.is_pinned(child.ref.pack_id)
-            assert [victim.row for victim in catalog.victims(5)] == [child]
+            assert catalog.uses.is_pinned(parent.ref.pack_id)
+            assert not catalog.uses.is_pinned(child.ref.pack_id)
+            assert [victim.row for victim in catalog.uses.victims(5)] == [child]
             assert catalog.tenant_key("uid-0") == b"k" * 32
             assert catalog.sidecar_kinds(parent.ref.pack_id) == ["hash"]

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_service.client import StoreClient
 from kvstore_service.client.private import DAEMON_ARGV, PrivateDaemon
-from tests.service.world import LAYOUT, TestWorker
+from tests.support.world import LAYOUT, TestWorker
 
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import AdminClient, KindSpec, Layout, StoreClient, StoreError
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
 

@@ -26,9 +26,9 @@ from kvstore_service.daemon.front.metrics import (
     StoreCollector,
 )
 from kvstore_service.daemon.front.metrics_server import CONNECTIONS_MAX
-from tests.daemon_process import Daemon
-from tests.service import world
-from tests.service.world import TestWorker
+from tests.support import world
+from tests.support.daemon_process import Daemon
+from tests.support.world import TestWorker
 
 NUMBERS = [1, 2, 3]
 BLOCK_BYTES = 4096

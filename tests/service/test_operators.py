@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,26 +18,13 @@ from kvstore_service._proto import store_service_pb2 as store_pb
 from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.daemon.store.events import BACKLOG_MAX, Events
 from kvstore_service.shared import wire
-from tests.daemon_process import Daemon
-from tests.faults.life import until
 from tests.service.test_administration import ROOT, chain, run
 from tests.service.test_room import PACK_BYTES, ids, store, write
-from tests.service.world import LAYOUT, TestWorker, candidate, digest, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
+from tests.support.world import LAYOUT, TestWorker, candidate, digest, reservation
 
 TENANT = f"uid-{os.getuid()}"
-
-
-@pytest.fixture
-def worker(client: StoreClient) -> Iterator[TestWorker]:
-    made = TestWorker(client)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def admin(daemon: Daemon) -> Iterator[AdminClient]:
-    with AdminClient.connect(daemon.socket, daemon.broker) as connected:
-        yield connected
 
 
 def test_a_quota_bounds_a_user_evicts_its_packs_and_is_durable(tmp_path: Path) -> None:
@@ -132,6 +118,16 @@ def test_kill_names_one_worker(daemon: Daemon, admin: AdminClient) -> None:
             stack.enter_context(StoreClient.connect(daemon.socket, daemon.broker, "twin"))
         with pytest.raises(StoreError, match=r"FAILED_PRECONDITION.*2 workers are called 'twin'"):
             admin.kill_worker("twin")
+
+
+def test_a_workers_name_hides_nobody(daemon: Daemon, admin: AdminClient) -> None:
+    """A worker cannot keep itself, or another one, from being killed by calling itself what that one goes by."""
+    with StoreClient.connect(daemon.socket, daemon.broker, "meant") as client, ExitStack() as stack:
+        meant = TestWorker(client)
+        name = str(meant.memory.worker_id)
+        stack.enter_context(StoreClient.connect(daemon.socket, daemon.broker, name))
+        assert admin.kill_worker(name).name == "meant"
+        meant.close()
 
 
 def test_watch_tells_what_happens(daemon: Daemon, worker: TestWorker, admin: AdminClient) -> None:

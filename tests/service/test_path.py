@@ -15,8 +15,8 @@ from kvstore_service.client import (
     StoreClient,
     StoreError,
 )
-from tests.daemon_process import Daemon
-from tests.service.world import (
+from tests.support.daemon_process import Daemon
+from tests.support.world import (
     LANES,
     LAYERS,
     LAYOUT,

@@ -12,8 +12,8 @@ import pytest
 
 from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.daemon.front.replies import Replies
-from tests.daemon_process import Daemon
-from tests.service.world import LAYOUT
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT
 
 
 class Line:

@@ -3,22 +3,36 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
-from kvstore_service.client import NO_PARENT, AdminClient, PackImportance, PackRef, StoreClient, StoreError
+from kvstore_service.client import (
+    NO_PARENT,
+    AdminClient,
+    PackImportance,
+    PackRef,
+    SidecarKey,
+    StoreClient,
+    StoreError,
+)
+from kvstore_service.daemon.config import load
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.store import room
 from kvstore_service.daemon.store.prefixes import Prefixes
+from kvstore_service.daemon.store.room import Room
 from kvstore_service.shared.types import PackRow
-from tests.daemon_process import Daemon
-from tests.faults.life import until
 from tests.service.test_administration import chain
-from tests.service.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
+from tests.service.test_catalog import pack_row
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
+from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
 
-PACK_BYTES = 274_432  # of a pack of tests.service.world
+PACK_BYTES = 274_432  # of a pack of tests.support.world
 RECORDS = np.arange(TOKENS, dtype=np.uint32)
 
 
@@ -246,3 +260,51 @@ def test_a_lookup_never_names_a_pack_whose_removal_has_begun() -> None:
     state.tenant_key.return_value = bytes(32)
     state.registry.is_condemned = lambda name: held() is not None
     assert Prefixes(state).lookup(MagicMock(tenant="uid-0"), LAYOUT.fingerprint, [candidate(1)]) == []
+
+
+def test_a_sidecar_does_not_evict_the_pack_that_it_is_of(tmp_path: Path) -> None:
+    with store(tmp_path, 4.2, "--evict-high=1", "--evict-low=1") as (_, worker, admin):
+        pack, *others = [write(worker, number) for number in range(1, 5)]
+        admin.pin([other.pack_id for other in others])
+        key = SidecarKey(pack.pack_id, pack.build, "hash")
+        with pytest.raises(StoreError, match=r"RESOURCE_EXHAUSTED.*pinned or in use"):
+            worker.client.put_sidecar(key, bytes(200_000))
+        assert stored(worker, 1)
+        admin.unpin([others[0].pack_id])
+        worker.client.put_sidecar(key, bytes(200_000))
+        assert pack.pack_id in ids(admin)
+        assert others[0].pack_id not in ids(admin)
+        assert [check for check in admin.audit() if not check.ok] == []
+
+
+def test_a_refusal_says_whether_room_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More has to go than one reservation evicts, as after `nvme_bytes` was lowered: the next one finds room."""
+    monkeypatch.setattr(room, "TRIES", 2)
+    eviction = MagicMock()
+    eviction.free.return_value = PACK_BYTES
+    with closing(Catalog(tmp_path)) as catalog:
+        catalog.commit_packs([row := pack_row(catalog, 1)])
+        config = load([f"--data-dir={tmp_path}", "--nvme-bytes=1MiB"])
+        held = Room(catalog, eviction, replace(config, nvme_bytes=row.file_bytes + 10), dict)
+        with pytest.raises(StoreError, match="room is being made"):
+            held.promise("uid-0", 11)
+        eviction.free.return_value = 0
+        with pytest.raises(StoreError, match="pinned or in use"):
+            held.promise("uid-0", 11)
+
+
+def test_a_full_disk_is_evicted_for_in_turns_and_not_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 0
+    monkeypatch.setattr(room, "free_bytes", lambda directory: free)
+    eviction = MagicMock()
+    eviction.free.return_value = 40
+    with closing(Catalog(tmp_path)) as catalog:
+        catalog.ballast.take_on()
+        catalog.commit_packs([pack_row(catalog, 1)])  # of 100 B
+        held = Room(catalog, eviction, load([f"--data-dir={tmp_path}", "--nvme-bytes=1MiB"]), dict)
+        held.clear_disk(100)
+        assert [call.args[0] for call in eviction.free.call_args_list] == [100, 60, 20]
+        eviction.reset_mock()
+        with pytest.raises(StoreError, match="101 B more do not fit"):
+            held.clear_disk(101)
+        eviction.free.assert_not_called()

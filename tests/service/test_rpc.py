@@ -28,7 +28,7 @@ from kvstore_service.client import (
 from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.store.registry import Limits, Registry
 from kvstore_service.shared import wire
-from tests.daemon_process import Daemon
+from tests.support.daemon_process import Daemon
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
 

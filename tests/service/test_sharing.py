@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import AdminClient, StoreClient
-from tests.daemon_process import Daemon
-from tests.faults.life import until
-from tests.service.world import LAYOUT, TestWorker, reservation
+from tests.support.daemon_process import Daemon
+from tests.support.life import until
+from tests.support.world import LAYOUT, TestWorker, reservation
 
 CHAIN = [reservation(number, index) for index, number in enumerate(range(1, 17))]
 

@@ -5,18 +5,13 @@ removed at the next start (see `files`); a row without a file is damage, is repo
 """
 
 import contextlib
-import fcntl
-import json
 import logging
-import math
 import os
 import secrets
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,83 +21,33 @@ from numpy.typing import NDArray
 from kvstore_service.daemon import directories
 from kvstore_service.daemon.disk import files, schema, tenants
 from kvstore_service.daemon.disk.ballast import Ballast
+from kvstore_service.daemon.disk.database import Database, count_commit, exists, frozen, hold, unopened
 from kvstore_service.daemon.disk.files import Stamp, remove_file, sync_directory
+from kvstore_service.daemon.disk.rows import (
+    LISTED_COLUMNS,
+    PACK_COLUMNS,
+    SIDECAR_COLUMNS,
+    ListedPack,
+    PackFilter,
+    Quota,
+    SidecarRow,
+    Totals,
+    pack_row,
+    pack_values,
+)
+from kvstore_service.daemon.disk.uses import Uses, pinned
 from kvstore_service.daemon.logs import event
-from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
+from kvstore_service.shared.types import NO_PARENT, PackRow, SidecarKey, StoreError
 
 TENANT_KEY_BYTES = 32
-FOREVER_S = math.inf
 _OWN_FILES = (
-    "lock", "packs.stamp", "tenants", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm",
-    "catalog.sqlite-journal",
+    "lock", "packs.stamp", "tenants", "tenants.new", "ballast", "catalog.sqlite", "catalog.sqlite-wal",
+    "catalog.sqlite-shm", "catalog.sqlite-journal",
 )  # fmt: skip
-_OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
-_CACHE_BYTES = 16 << 20  # of SQLite pages, however many packs there are
-_TOUCHES_MAX = 1024  # uses that are remembered before they are written
 _FETCH_ROWS = 1 << 16
 _SCAN_ROWS = 4096  # rows that one page looks at, so that no listing holds the lock for long
-_PACK_COLUMNS = "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes, created_s"
-_LISTED_COLUMNS = f"{_PACK_COLUMNS}, pinned_until_s, damage, last_used_s, importance"
-_SIDECAR_COLUMNS = "pack_id, build, kind, parameters, file, file_bytes"
 
 log = logging.getLogger("kvstored.catalog")
-
-
-@dataclass(frozen=True)
-class SidecarRow:
-    key: SidecarKey
-    file: str
-    file_bytes: int
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Of one tenant or of all: how many packs, how many of them are damaged, and bytes."""
-
-    packs: int = 0
-    pack_bytes: int = 0
-    sidecar_bytes: int = 0
-    damaged: int = 0
-
-    @property
-    def stored_bytes(self) -> int:
-        return self.pack_bytes + self.sidecar_bytes
-
-
-@dataclass(frozen=True)
-class Quota:
-    """What a tenant may hold; None: no limit of its own."""
-
-    nvme_bytes: int | None = None
-    dram_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Victim:
-    """A pack that may go. `keep_s` orders victims: last use, put off by importance."""
-
-    row: PackRow
-    keep_s: float
-
-
-@dataclass(frozen=True)
-class PackFilter:
-    """Which packs a listing shows; None: whatever. `used_before_s`: seconds since the epoch."""
-
-    tenant: str | None = None
-    damaged: bool | None = None
-    pinned: bool | None = None
-    used_before_s: float | None = None
-
-
-@dataclass(frozen=True)
-class ListedPack:
-    row: PackRow
-    sidecars: tuple[str, ...]
-    pinned: bool
-    damaged: bool
-    last_used_s: float
-    importance: float
 
 
 class Catalog:
@@ -125,46 +70,37 @@ class Catalog:
             directories.require_plain(data_dir / name)
         self.on_gone: Callable[[PackRow], None] = lambda row: None
         self.on_damaged: Callable[[PackRow, str], None] = lambda row, reason: None
-        self._touched: dict[bytes, float] = {}
-        self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
-            self._directory_lock = _hold(data_dir)
+            self._directory_lock = hold(data_dir)
             undo.callback(os.close, self._directory_lock)
             self.ballast = Ballast(data_dir)
             try:
-                self._db = sqlite3.connect(data_dir / "catalog.sqlite", isolation_level=None, check_same_thread=False)
-                undo.callback(self._db.close)
-                # One process at a time: without shared memory beside it, a full disk cannot kill the process (SIGBUS).
-                self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=FULL")
-                self._db.execute("PRAGMA foreign_keys=ON")
-                self._db.execute(f"PRAGMA cache_size=-{_CACHE_BYTES >> 10}")
-                self._id = schema.bring_up(self._db, data_dir)
+                self._database = Database(data_dir)
+                undo.callback(self._database.close)
+                self.uses = Uses(self._database)
                 self._recall_tenants()
                 self._stamp = Stamp(data_dir / "packs.stamp")
                 undo.callback(self._stamp.close)
                 self.removed, self.quarantined, self.sidecars_dropped = self._sweep()
-                self._stamp.write(self._id, self._commits())
+                self._stamp.write(self._database.id, self._database.commits())
                 for directory in (data_dir, self.packs_dir, self.sidecars_dir):
                     sync_directory(directory)
             except sqlite3.DatabaseError as error:
-                raise _unopened(data_dir, error) from error
+                raise unopened(data_dir, error) from error
             undo.pop_all()
 
     def close(self) -> None:
-        with contextlib.suppress(sqlite3.Error), self._transaction() as db:  # how packs were used may be lost
-            self._write_touches(db)
-        with self._lock:
-            self._db.close()
-            self._stamp.close()
-            os.close(self._directory_lock)
+        with contextlib.suppress(sqlite3.Error), self._database.transaction() as db:  # how packs were used may be lost
+            self.uses.write(db)
+        self._database.close()
+        self._stamp.close()
+        os.close(self._directory_lock)
 
     def freeze(self, settings: Mapping[str, int]) -> None:
         """Settings that give the stored bytes their meaning: the first start's stay. FAILED_PRECONDITION for others."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             for name, value in settings.items():
-                held = _frozen(db, name, value)
+                held = frozen(db, name, value)
                 if held != value:
                     raise StoreError(
                         "FAILED_PRECONDITION",
@@ -174,15 +110,12 @@ class Catalog:
 
     def frozen(self, name: str, value: int) -> int:
         """What the first start has frozen, or now freezes."""
-        with self._transaction() as db:
-            return _frozen(db, name, value)
-
-    def _commits(self) -> int:
-        return int(self._db.execute("SELECT value FROM meta WHERE key = 'commits'").fetchone()[0])
+        with self._database.transaction() as db:
+            return frozen(db, name, value)
 
     def _sweep(self) -> tuple[list[str], list[str], int]:
         """What the start found: (files removed, files quarantined, sidecars whose file is gone)."""
-        trusted = self._stamp.vouches_for(self._id, self._commits())
+        trusted = self._stamp.vouches_for(self._database.id, self._database.commits())
         quarantine = None if trusted else self.quarantine_dir
         packs = files.sweep(self.packs_dir, files.PACK_NAME, self._pack_keys(), quarantine)
         sidecars = files.sweep(self.sidecars_dir, files.SIDECAR_NAME, self._sidecar_keys(), quarantine)
@@ -193,7 +126,7 @@ class Catalog:
 
     def _pack_keys(self) -> NDArray[np.uint64]:
         """The sorted keys of the rows' file names, without building the names."""
-        cursor = self._db.execute("SELECT pack_id, build FROM packs")
+        cursor = self._database.connection.execute("SELECT pack_id, build FROM packs")
         parts = [np.zeros(0, np.uint64)]
         while rows := cursor.fetchmany(_FETCH_ROWS):
             joined = np.frombuffer(b"".join(name[:8] + build[:8] for name, build in rows), ">u8").reshape(-1, 2)
@@ -201,23 +134,23 @@ class Catalog:
         return np.sort(np.concatenate(parts).astype(np.uint64))
 
     def _sidecar_keys(self) -> NDArray[np.uint64]:
-        cursor = self._db.execute("SELECT file FROM sidecars")
+        cursor = self._database.connection.execute("SELECT file FROM sidecars")
         return np.sort(np.fromiter((files.key_of(file.encode()) for (file,) in cursor), np.uint64))
 
     def _mark_lost(self, lost: set[int]) -> None:
         if not lost:
             return
-        rows = self._db.execute("SELECT pack_id, build FROM packs").fetchall()
+        rows = self._database.connection.execute("SELECT pack_id, build FROM packs").fetchall()
         gone = [(name,) for name, build in rows if files.key_of(f"{name.hex()}-{build.hex()}".encode()) in lost]
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.executemany("UPDATE packs SET damage = 'its file is gone' WHERE pack_id = ? AND damage IS NULL", gone)
 
     def _forget_lost(self, lost: set[int]) -> int:
         if not lost:
             return 0
-        rows = self._db.execute("SELECT file FROM sidecars").fetchall()
+        rows = self._database.connection.execute("SELECT file FROM sidecars").fetchall()
         gone = [(file,) for (file,) in rows if files.key_of(file.encode()) in lost]
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.executemany("DELETE FROM sidecars WHERE file = ?", gone)
         return len(gone)
 
@@ -226,7 +159,7 @@ class Catalog:
     def mark_damaged(self, row: PackRow, reason: str) -> bool:
         """A check of this build failed: the pack is served no more, durably. False if it is not stored any more."""
         name, build = row.ref.pack_id, row.ref.build
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             held = db.execute("SELECT build, damage FROM packs WHERE pack_id = ?", (name,)).fetchone()
             if held is None or held[0] != build:
                 return False
@@ -239,50 +172,45 @@ class Catalog:
 
     def damaged(self, limit: int = -1) -> list[tuple[PackRow, str]]:
         """Packs that are not served, in the order of their ids, each with the reason."""
-        query = f"SELECT damage, {_PACK_COLUMNS} FROM packs WHERE damage IS NOT NULL ORDER BY pack_id LIMIT ?"
-        with self._lock:
-            return [(_pack_row(row), reason) for reason, *row in self._db.execute(query, (limit,)).fetchall()]
+        query = f"SELECT damage, {PACK_COLUMNS} FROM packs WHERE damage IS NOT NULL ORDER BY pack_id LIMIT ?"
+        return [(pack_row(row), reason) for reason, *row in self._database.rows(query, (limit,))]
 
     # --- tenants ---
 
     def tenant_key(self, tenant: str) -> bytes:
         """The tenant's 32 random bytes, created with its first use, and kept beside the catalogue before they are
         used. Pack ids are keyed by it."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             row = db.execute("SELECT key FROM tenants WHERE name = ?", (tenant,)).fetchone()
             if row is not None:
                 return bytes(row[0])
             key = secrets.token_bytes(TENANT_KEY_BYTES)
             db.execute("INSERT INTO tenants VALUES (?, ?)", (tenant, key))
-            tenants.store(self._tenants_path, self._tenant_keys(db))
+            tenants.store(self._tenants_path, _tenant_keys(db))
             return key
 
     def tenant_keys(self) -> dict[str, bytes]:
-        with self._lock:
-            return self._tenant_keys(self._db)
-
-    def _tenant_keys(self, db: sqlite3.Connection) -> dict[str, bytes]:
-        return {name: bytes(key) for name, key in db.execute("SELECT name, key FROM tenants").fetchall()}
+        with self._database.lock:
+            return _tenant_keys(self._database.connection)
 
     def _recall_tenants(self) -> None:
         """Keys that a lost or older catalogue does not have; those that only it has are kept beside it."""
         beside = tenants.load(self._tenants_path)
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.executemany("INSERT OR IGNORE INTO tenants VALUES (?, ?)", beside.items())
-            held = self._tenant_keys(db)
+            held = _tenant_keys(db)
         if held != beside:
             tenants.store(self._tenants_path, held)
 
     def set_quota(self, tenant: str, quota: Quota) -> None:
         """Durable on return. A quota without limits is none."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute("DELETE FROM quotas WHERE tenant = ?", (tenant,))
             if quota != Quota():
                 db.execute("INSERT INTO quotas VALUES (?, ?, ?)", (tenant, quota.nvme_bytes, quota.dram_bytes))
 
     def quotas(self) -> dict[str, Quota]:
-        with self._lock:
-            rows = self._db.execute("SELECT tenant, nvme_bytes, dram_bytes FROM quotas ORDER BY tenant").fetchall()
+        rows = self._database.rows("SELECT tenant, nvme_bytes, dram_bytes FROM quotas ORDER BY tenant")
         return {tenant: Quota(nvme_bytes, dram_bytes) for tenant, nvme_bytes, dram_bytes in rows}
 
     def totals(self) -> Totals:
@@ -290,18 +218,12 @@ class Catalog:
         return self.totals_of(schema.EVERYONE)
 
     def totals_of(self, tenant: str) -> Totals:
-        with self._lock:
-            return self._totals_of(tenant)
-
-    def _totals_of(self, tenant: str) -> Totals:
-        query = "SELECT packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant = ?"
-        row = self._db.execute(query, (tenant,)).fetchone()
-        return Totals(*row) if row is not None else Totals()
+        with self._database.lock:
+            return _totals_of(self._database.connection, tenant)
 
     def totals_by_tenant(self) -> dict[str, Totals]:
         query = "SELECT tenant, packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant <> ? ORDER BY tenant"
-        with self._lock:
-            return {row[0]: Totals(*row[1:]) for row in self._db.execute(query, (schema.EVERYONE,)).fetchall()}
+        return {row[0]: Totals(*row[1:]) for row in self._database.rows(query, (schema.EVERYONE,))}
 
     # --- packs ---
 
@@ -328,16 +250,14 @@ class Catalog:
 
     def _select(self, pack_id: bytes) -> tuple[PackRow | None, str | None]:
         """(row, why it is not served)."""
-        query = f"SELECT damage, {_PACK_COLUMNS} FROM packs WHERE pack_id = ?"
-        with self._lock:
-            row = self._db.execute(query, (pack_id,)).fetchone()
-        return (None, None) if row is None else (_pack_row(row[1:]), row[0])
+        query = f"SELECT damage, {PACK_COLUMNS} FROM packs WHERE pack_id = ?"
+        row = self._database.row(query, (pack_id,))
+        return (None, None) if row is None else (pack_row(row[1:]), row[0])
 
     def packs(self, after: bytes = b"", limit: int = -1) -> list[PackRow]:
         """In the order of their ids, from the first one above `after`."""
-        query = f"SELECT {_PACK_COLUMNS} FROM packs WHERE pack_id > ? ORDER BY pack_id LIMIT ?"
-        with self._lock:
-            return [_pack_row(row) for row in self._db.execute(query, (after, limit)).fetchall()]
+        query = f"SELECT {PACK_COLUMNS} FROM packs WHERE pack_id > ? ORDER BY pack_id LIMIT ?"
+        return [pack_row(row) for row in self._database.rows(query, (after, limit))]
 
     def every_pack(self) -> Iterator[PackRow]:
         """Page by page, in the order of their ids; what comes or goes meanwhile may or may not be there."""
@@ -354,13 +274,12 @@ class Catalog:
             conditions.append("damage IS NOT NULL")
         if wanted.pinned:
             conditions.append("pinned_until_s IS NOT NULL")
-        query = f"SELECT {_LISTED_COLUMNS} FROM packs WHERE {' AND '.join(conditions)} ORDER BY pack_id LIMIT ?"
+        query = f"SELECT {LISTED_COLUMNS} FROM packs WHERE {' AND '.join(conditions)} ORDER BY pack_id LIMIT ?"
         look_at = limit if wanted == PackFilter() else _SCAN_ROWS
-        with self._lock:
-            rows = self._db.execute(query, (after, look_at)).fetchall()
+        rows = self._database.rows(query, (after, look_at))
         found: list[ListedPack] = []
         for row in map(self._listed, rows):
-            if _passes(row, wanted):
+            if wanted.passes(row):
                 found.append(replace(row, sidecars=tuple(self.sidecar_kinds(row.row.ref.pack_id))))
                 if len(found) == limit:
                     return found, row.row.ref.pack_id
@@ -368,29 +287,28 @@ class Catalog:
 
     def listed(self, pack_id: bytes) -> ListedPack:
         """One pack as a listing shows it. NOT_FOUND."""
-        query = f"SELECT {_LISTED_COLUMNS} FROM packs WHERE pack_id = ?"
-        with self._lock:
-            row = self._db.execute(query, (pack_id,)).fetchone()
+        query = f"SELECT {LISTED_COLUMNS} FROM packs WHERE pack_id = ?"
+        row = self._database.row(query, (pack_id,))
         if row is None:
             raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored", reason="PACK_NOT_STORED")
         return replace(self._listed(row), sidecars=tuple(self.sidecar_kinds(pack_id)))
 
     def _listed(self, values: Sequence[Any]) -> ListedPack:
-        """From the values of `_LISTED_COLUMNS`, without sidecars."""
+        """From the values of `LISTED_COLUMNS`, without sidecars."""
         *columns, pinned_until_s, damage, last_used_s, importance = values
-        row = _pack_row(columns)
-        used_s = max(last_used_s, self._touched.get(row.ref.pack_id, 0.0))
+        row = pack_row(columns)
+        used_s = max(last_used_s, self.uses.unwritten_s(row.ref.pack_id))
         return ListedPack(row, (), (pinned_until_s or 0.0) > time.time(), damage is not None, used_s, importance)
 
     def commit_packs(self, rows: Sequence[PackRow]) -> list[PackRow | None]:
         """One transaction for rows whose files are durable. The answer has, in order, what the store holds now:
-        the row itself, the winner that had its id before, or None if the parent is gone. A damaged row gives way, and
-        its file and sidecars with it."""
+        the row itself, the winner that had its id before, or None if the parent is gone. A damaged row gives way, and,
+        if it was of another build, its file and sidecars with it."""
         gone: list[tuple[PackRow, list[str]]] = []
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             winners = [self._commit_pack(db, row, gone) for row in rows]
-            commits = _count_commit(db)
-        self._stamp.write(self._id, commits)
+            commits = count_commit(db)
+        self._stamp.write(self._database.id, commits)
         for replaced, sidecar_files in gone:
             self._remove_files(replaced, sidecar_files)
         return winners
@@ -399,21 +317,22 @@ class Catalog:
         self, db: sqlite3.Connection, row: PackRow, gone: list[tuple[PackRow, list[str]]]
     ) -> PackRow | None:
         name = row.ref.pack_id
-        if row.parent != NO_PARENT and not _exists(db, row.parent):
+        if row.parent != NO_PARENT and not exists(db, row.parent):
             return None
-        held = db.execute(f"SELECT damage, {_PACK_COLUMNS} FROM packs WHERE pack_id = ?", (name,)).fetchone()
+        held = db.execute(f"SELECT damage, {PACK_COLUMNS} FROM packs WHERE pack_id = ?", (name,)).fetchone()
         if held is None:
-            columns = f"{_PACK_COLUMNS}, last_used_s, children"
+            columns = f"{PACK_COLUMNS}, last_used_s, children"
             children = "(SELECT count(*) FROM packs WHERE parent = ?1)"
-            marks = ", ".join("?" * len(_pack_values(row)))
-            db.execute(f"INSERT INTO packs ({columns}) VALUES ({marks}, ?11, {children})", _pack_values(row))
+            marks = ", ".join("?" * len(pack_values(row)))
+            db.execute(f"INSERT INTO packs ({columns}) VALUES ({marks}, ?11, {children})", pack_values(row))
             return row
-        replaced = _pack_row(held[1:])
+        replaced = pack_row(held[1:])
         if held[0] is None:
             return replaced
-        gone.append((replaced, _drop_sidecars(db, name)[0]))
-        columns = ", ".join(f"{column} = ?" for column in _PACK_COLUMNS.split(", "))
-        db.execute(f"UPDATE packs SET {columns}, damage = NULL WHERE pack_id = ?1", _pack_values(row))
+        if replaced.ref.build != row.ref.build:
+            gone.append((replaced, _drop_sidecars(db, name)[0]))
+        columns = ", ".join(f"{column} = ?" for column in PACK_COLUMNS.split(", "))
+        db.execute(f"UPDATE packs SET {columns}, damage = NULL WHERE pack_id = ?1", pack_values(row))
         return row
 
     def descendants(self, pack_id: bytes) -> list[PackRow]:
@@ -422,17 +341,16 @@ class Catalog:
             WITH RECURSIVE below(id) AS (
               SELECT pack_id FROM packs WHERE parent = ?
               UNION SELECT packs.pack_id FROM packs JOIN below ON packs.parent = below.id)
-            SELECT {_PACK_COLUMNS} FROM packs WHERE pack_id IN below"""
-        with self._lock:
-            return [_pack_row(row) for row in self._db.execute(query, (pack_id,)).fetchall()]
+            SELECT {PACK_COLUMNS} FROM packs WHERE pack_id IN below"""
+        return [pack_row(row) for row in self._database.rows(query, (pack_id,))]
 
     def remove_pack(self, row: PackRow) -> int:
         """Forgets a pack and its sidecars, then removes their files; what a crash leaves goes with the next start.
 
         Returns the bytes. NOT_FOUND; FAILED_PRECONDITION if it is pinned or another pack continues it."""
         name, build = row.ref.pack_id, row.ref.build
-        with self._transaction() as db:
-            if self._pinned(db, name):
+        with self._database.transaction() as db:
+            if pinned(db, name):
                 raise StoreError(
                     "FAILED_PRECONDITION", f"pack {name.hex()} is pinned; unpin it first", reason="PACK_PINNED"
                 )
@@ -454,202 +372,80 @@ class Catalog:
         for file in sidecar_files:
             remove_file(self.sidecars_dir / file)
 
-    # --- use, importance, pins: what is kept and what goes first ---
-
-    def touch(self, pack_ids: Iterable[bytes], now_s: float) -> None:
-        """The packs are used now (seconds since the epoch). Written in batches: a crash forgets the latest uses."""
-        with self._lock:
-            self._touched.update(dict.fromkeys(pack_ids, now_s))
-            if len(self._touched) < _TOUCHES_MAX:
-                return
-        with self._transaction() as db:
-            self._write_touches(db)
-
-    def _write_touches(self, db: sqlite3.Connection) -> None:
-        touched = [(now_s, name) for name, now_s in self._touched.items()]
-        db.executemany("UPDATE packs SET last_used_s = max(last_used_s, ?) WHERE pack_id = ?", touched)
-        self._touched.clear()
-
-    def set_importance(self, importance: Mapping[bytes, float]) -> None:
-        """From 0 to 1 per pack id; ids that are not stored do not matter."""
-        with self._transaction() as db:
-            values = [(value, name) for name, value in importance.items()]
-            db.executemany("UPDATE packs SET importance = ? WHERE pack_id = ?", values)
-
-    def victims(self, limit: int, tenant: str | None = None, after: Victim | None = None) -> list[Victim]:
-        """The packs to go first, of one tenant or of all, after the one before: continued by none, not pinned; in the
-        order of their last use, where importance counts as later use."""
-        conditions = ["children = 0", "pinned_until_s IS NULL"]
-        if tenant is not None:
-            conditions.append("tenant = :tenant")
-        if after is not None:
-            conditions.append("(keep_s, pack_id) > (:keep_s, :pack_id)")
-        query = f"""SELECT keep_s, {_PACK_COLUMNS} FROM packs WHERE {" AND ".join(conditions)}
-                    ORDER BY keep_s, pack_id LIMIT :limit"""
-        values = {"tenant": tenant, "limit": limit, "keep_s": after and after.keep_s,
-                  "pack_id": after and after.row.ref.pack_id}  # fmt: skip
-        with self._transaction() as db:
-            self._write_touches(db)
-            db.execute("UPDATE packs SET pinned_until_s = NULL WHERE pinned_until_s <= ?", (time.time(),))
-            return [Victim(_pack_row(row), keep_s) for keep_s, *row in db.execute(query, values).fetchall()]
-
-    def pin(self, pack_ids: Iterable[bytes], pinned: bool, until_s: float = FOREVER_S) -> None:
-        """All or none, until a time in seconds since the epoch; durable on return. NOT_FOUND if a pack to be pinned is
-        not stored."""
-        with self._transaction() as db:
-            for name in pack_ids:
-                if pinned and not _exists(db, name):
-                    raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored", reason="PACK_NOT_STORED")
-                until = until_s if pinned else None
-                db.execute("UPDATE packs SET pinned_until_s = ? WHERE pack_id = ?", (until, name))
-
-    def is_pinned(self, pack_id: bytes) -> bool:
-        with self._lock:
-            return self._pinned(self._db, pack_id)
-
-    def _pinned(self, db: sqlite3.Connection, pack_id: bytes) -> bool:
-        query = "SELECT count(*) FROM packs WHERE pack_id = ? AND pinned_until_s > ?"
-        return bool(db.execute(query, (pack_id, time.time())).fetchone()[0])
-
     # --- files and sidecars ---
 
     def keys(self) -> dict[Path, NDArray[np.uint64]]:
         """Per directory the sorted keys of the file names that rows stand for; see `files.key_of`."""
-        with self._lock:
+        with self._database.lock:
             return {self.packs_dir: self._pack_keys(), self.sidecars_dir: self._sidecar_keys()}
 
     def wanted_bytes(self, path: Path) -> int | None:
         """The size of this file of packs/ or sidecars/ as a row has it; None without a row or for a damaged pack."""
-        with self._lock:
-            if path.parent == self.sidecars_dir:
-                row = self._db.execute("SELECT file_bytes FROM sidecars WHERE file = ?", (path.name,)).fetchone()
-            elif files.PACK_NAME.fullmatch(os.fsencode(path.name)):
-                ids = (bytes.fromhex(path.name[:64]), bytes.fromhex(path.name[65:97]))
-                query = "SELECT file_bytes FROM packs WHERE pack_id = ? AND build = ? AND damage IS NULL"
-                row = self._db.execute(query, ids).fetchone()
-            else:
-                row = None
+        if path.parent == self.sidecars_dir:
+            row = self._database.row("SELECT file_bytes FROM sidecars WHERE file = ?", (path.name,))
+        elif files.PACK_NAME.fullmatch(os.fsencode(path.name)):
+            ids = (bytes.fromhex(path.name[:64]), bytes.fromhex(path.name[65:97]))
+            query = "SELECT file_bytes FROM packs WHERE pack_id = ? AND build = ? AND damage IS NULL"
+            row = self._database.row(query, ids)
+        else:
+            row = None
         return None if row is None else int(row[0])
 
     def sidecars(self, after: str = "", limit: int = 1000) -> list[SidecarRow]:
         """In the order of their files' names, from the first one above `after`."""
-        query = f"SELECT {_SIDECAR_COLUMNS} FROM sidecars WHERE file > ? ORDER BY file LIMIT ?"
-        with self._lock:
-            rows = self._db.execute(query, (after, limit)).fetchall()
+        query = f"SELECT {SIDECAR_COLUMNS} FROM sidecars WHERE file > ? ORDER BY file LIMIT ?"
+        rows = self._database.rows(query, (after, limit))
         return [SidecarRow(SidecarKey(*row[:4]), *row[4:]) for row in rows]
 
     def sidecars_of(self, pack_id: bytes) -> list[SidecarRow]:
-        query = f"SELECT {_SIDECAR_COLUMNS} FROM sidecars WHERE pack_id = ?"
-        with self._lock:
-            rows = self._db.execute(query, (pack_id,)).fetchall()
+        query = f"SELECT {SIDECAR_COLUMNS} FROM sidecars WHERE pack_id = ?"
+        rows = self._database.rows(query, (pack_id,))
         return [SidecarRow(SidecarKey(*row[:4]), *row[4:]) for row in rows]
 
     def counted(self) -> tuple[Totals, Totals]:
         """(the running totals, the same by a scan of all rows), of one moment."""
-        with self._lock:
-            packs, pack_bytes, damaged = self._db.execute(
+        with self._database.lock:
+            db = self._database.connection
+            packs, pack_bytes, damaged = db.execute(
                 "SELECT count(*), coalesce(sum(file_bytes), 0), coalesce(sum(damage IS NOT NULL), 0) FROM packs"
             ).fetchone()
-            (sidecar_bytes,) = self._db.execute("SELECT coalesce(sum(file_bytes), 0) FROM sidecars").fetchone()
-            return self._totals_of(schema.EVERYONE), Totals(packs, pack_bytes, sidecar_bytes, damaged)
+            (sidecar_bytes,) = db.execute("SELECT coalesce(sum(file_bytes), 0) FROM sidecars").fetchone()
+            return _totals_of(db, schema.EVERYONE), Totals(packs, pack_bytes, sidecar_bytes, damaged)
 
     def sidecar(self, key: SidecarKey) -> SidecarRow | None:
-        with self._lock:
-            return self._held_sidecar(key)
-
-    def _held_sidecar(self, key: SidecarKey) -> SidecarRow | None:
-        query = "SELECT file, file_bytes FROM sidecars WHERE pack_id = ? AND build = ? AND kind = ? AND parameters = ?"
-        row = self._db.execute(query, (key.pack_id, key.build, key.kind, key.parameters)).fetchone()
-        return None if row is None else SidecarRow(key, *row)
+        with self._database.lock:
+            return _held_sidecar(self._database.connection, key)
 
     def sidecar_kinds(self, pack_id: bytes) -> list[str]:
-        with self._lock:
-            return self._kinds_of(pack_id)
-
-    def _kinds_of(self, pack_id: bytes) -> list[str]:
-        rows = self._db.execute("SELECT DISTINCT kind FROM sidecars WHERE pack_id = ? ORDER BY kind", (pack_id,))
-        return [kind for (kind,) in rows.fetchall()]
+        query = "SELECT DISTINCT kind FROM sidecars WHERE pack_id = ? ORDER BY kind"
+        return [kind for (kind,) in self._database.rows(query, (pack_id,))]
 
     def sidecar_count(self, pack_id: bytes) -> int:
-        with self._lock:
-            (count,) = self._db.execute("SELECT count(*) FROM sidecars WHERE pack_id = ?", (pack_id,)).fetchone()
+        (count,) = self._database.row("SELECT count(*) FROM sidecars WHERE pack_id = ?", (pack_id,))
         return int(count)
 
     def commit_sidecar(self, row: SidecarRow) -> SidecarRow:
         """The row of a file that is durable, or the one that was there before."""
         key = row.key
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             db.execute(
                 "INSERT OR IGNORE INTO sidecars VALUES (?, ?, ?, ?, ?, ?)",
                 (key.pack_id, key.build, key.kind, key.parameters, row.file, row.file_bytes),
             )
-            held = self._held_sidecar(key) or row
-            commits = _count_commit(db)
-        self._stamp.write(self._id, commits)
+            held = _held_sidecar(db, key) or row
+            commits = count_commit(db)
+        self._stamp.write(self._database.id, commits)
         return held
 
     def drop_sidecar(self, row: SidecarRow, reason: str) -> bool:
         """Forgets a damaged sidecar, then removes its file. False if another call has done so."""
-        with self._transaction() as db:
+        with self._database.transaction() as db:
             if not db.execute("DELETE FROM sidecars WHERE file = ?", (row.file,)).rowcount:
                 return False
             self.sidecars_dropped += 1
         event(log, logging.ERROR, "sidecar dropped", pack_id=row.key.pack_id.hex(), kind=row.key.kind, reason=reason)
         remove_file(self.sidecars_dir / row.file)
         return True
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
-
-
-def _hold(data_dir: Path) -> int:
-    fd = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise StoreError(
-            "FAILED_PRECONDITION", f"data directory {data_dir} in use by pid {holder}; stop it or use another data_dir"
-        ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
-
-
-def _unopened(data_dir: Path, error: sqlite3.DatabaseError) -> StoreError:
-    """Why the catalogue could not be opened: only what SQLite calls corrupt is lost."""
-    message = f"{data_dir}/catalog.sqlite cannot be read: {error}"
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return StoreError("DATA_LOSS", message)
-    disk = os.statvfs(data_dir)
-    if disk.f_bavail * disk.f_frsize < _OPEN_BYTES:
-        return StoreError("RESOURCE_EXHAUSTED", f"{message}; the disk is full, make {_OPEN_BYTES >> 10} KiB of room")
-    return StoreError("UNAVAILABLE", f"{message}; no other program may have it open")
-
-
-def _frozen(db: sqlite3.Connection, name: str, value: int) -> int:
-    db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (f"frozen {name}", str(value)))
-    return int(db.execute("SELECT value FROM meta WHERE key = ?", (f"frozen {name}",)).fetchone()[0])
-
-
-def _count_commit(db: sqlite3.Connection) -> int:
-    """How many commits the catalogue has seen with this one."""
-    counted = db.execute("UPDATE meta SET value = value + 1 WHERE key = 'commits' RETURNING value").fetchall()
-    return int(counted[0][0])
-
-
-def _exists(db: sqlite3.Connection, pack_id: bytes) -> bool:
-    return db.execute("SELECT 1 FROM packs WHERE pack_id = ?", (pack_id,)).fetchone() is not None
 
 
 def _drop_sidecars(db: sqlite3.Connection, pack_id: bytes) -> tuple[list[str], int]:
@@ -659,30 +455,17 @@ def _drop_sidecars(db: sqlite3.Connection, pack_id: bytes) -> tuple[list[str], i
     return [file for file, _ in found], sum(size for _, size in found)
 
 
-def _passes(listed: ListedPack, wanted: PackFilter) -> bool:
-    return (
-        wanted.tenant in (None, listed.row.tenant)
-        and wanted.damaged in (None, listed.damaged)
-        and wanted.pinned in (None, listed.pinned)
-        and (wanted.used_before_s is None or listed.last_used_s < wanted.used_before_s)
-    )
+def _held_sidecar(db: sqlite3.Connection, key: SidecarKey) -> SidecarRow | None:
+    query = "SELECT file, file_bytes FROM sidecars WHERE pack_id = ? AND build = ? AND kind = ? AND parameters = ?"
+    row = db.execute(query, (key.pack_id, key.build, key.kind, key.parameters)).fetchone()
+    return None if row is None else SidecarRow(key, *row)
 
 
-def _pack_values(row: PackRow) -> tuple[bytes | str | int | float, ...]:
-    kinds = json.dumps([[kind.lanes, kind.d, kind.dtype, kind.record_bytes] for kind in row.layout.kinds])
-    return (
-        row.ref.pack_id, row.ref.build, row.parent, row.layout.fingerprint, row.tenant, row.ref.first_token,
-        row.ref.tokens, row.layout.layers, kinds, row.file_bytes, row.created_s,
-    )  # fmt: skip
+def _totals_of(db: sqlite3.Connection, tenant: str) -> Totals:
+    query = "SELECT packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant = ?"
+    row = db.execute(query, (tenant,)).fetchone()
+    return Totals(*row) if row is not None else Totals()
 
 
-def _pack_row(values: Sequence[Any]) -> PackRow:
-    """From the values of `_PACK_COLUMNS`."""
-    pack_id, build, parent, fingerprint, tenant, first, tokens, layers, kinds, file_bytes, created_s = values
-    ref = PackRef(pack_id, build, first, tokens)
-    return PackRow(ref, parent, _layout(fingerprint, layers, kinds), tenant, file_bytes, created_s)
-
-
-@lru_cache(maxsize=256)
-def _layout(fingerprint: bytes, layers: int, kinds: str) -> Layout:
-    return Layout(fingerprint, layers, tuple(KindSpec(*kind) for kind in json.loads(kinds)))
+def _tenant_keys(db: sqlite3.Connection) -> dict[str, bytes]:
+    return {name: bytes(key) for name, key in db.execute("SELECT name, key FROM tenants").fetchall()}

@@ -12,8 +12,9 @@ from pathlib import Path
 from kvstore_service import _native
 from kvstore_service.daemon.disk import files, pack_header, sidecars
 from kvstore_service.daemon.disk.builds import made_by
-from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow
+from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.files import sync_directory
+from kvstore_service.daemon.disk.rows import SidecarRow
 from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.shared.types import NO_PARENT, PackRef, PackRow, StoreError, format_size
 
@@ -118,29 +119,39 @@ def _verified(catalog: Catalog, verifier: Verifier, rows: Sequence[PackRow], reb
 def _restore(catalog: Catalog, rows: Sequence[PackRow], rebuilt: Rebuilt) -> None:
     """Files, then their directory, then their rows, as a commit does. Where another build is stored that one stays."""
     for row in rows:
-        (catalog.quarantine_dir / row.file).rename(catalog.packs_dir / row.file)
+        _bring_back(catalog.quarantine_dir / row.file, catalog.packs_dir)
     sync_directory(catalog.packs_dir)
     for row, winner in zip(rows, catalog.commit_packs(rows), strict=True):
         if winner is None or winner.ref.build != row.ref.build:
-            (catalog.packs_dir / row.file).rename(catalog.quarantine_dir / row.file)
+            (catalog.packs_dir / row.file).unlink()
             rebuilt.left[row.file] = "another build of it is stored"
         else:
+            (catalog.quarantine_dir / row.file).unlink()
             rebuilt.packs += 1
             rebuilt.pack_bytes += row.file_bytes
+
+
+def _bring_back(path: Path, directory: Path) -> None:
+    """Also leaves it in quarantine: until its row is durable, a start removes the one that it finds in `directory`."""
+    back = directory / path.name
+    back.unlink(missing_ok=True)
+    back.hardlink_to(path)
 
 
 def _restore_sidecar(catalog: Catalog, path: Path, rebuilt: Rebuilt) -> None:
     try:
         size = path.stat().st_size
-        key, _ = sidecars.parse(path.read_bytes())
+        key = sidecars.key_of(str(path))
         row = catalog.served(key.pack_id)
         if row is None or row.ref.build != key.build or path.suffix != ".sidecar":
             raise ValueError("its pack is not stored")
-        if catalog.sidecar(key) is not None:
+        held = catalog.sidecar(key)
+        if held is not None and held.file != path.name:
             raise ValueError("another one of its key is stored")
-        path.rename(catalog.sidecars_dir / path.name)
+        _bring_back(path, catalog.sidecars_dir)
         sync_directory(catalog.sidecars_dir)
         catalog.commit_sidecar(SidecarRow(key, path.name, size))
+        path.unlink()
         rebuilt.sidecars += 1
     except (OSError, ValueError, StoreError) as error:
         rebuilt.left[path.name] = str(error)

@@ -12,10 +12,12 @@ import secrets
 import stat
 import struct
 import zlib
+from collections.abc import Iterable
 
 from kvstore_service.daemon.directories import what_is
-from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow
+from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.files import sync_directory
+from kvstore_service.daemon.disk.rows import SidecarRow
 from kvstore_service.shared import memory
 from kvstore_service.shared.types import SidecarKey, StoreError
 
@@ -24,6 +26,7 @@ _HEAD = struct.Struct("<8sIQ")
 _LENGTH = struct.Struct("<I")
 _CRC = struct.Struct("<I")
 _MAGIC = b"HDGSIDE2"
+_PIECE_BYTES = 1 << 20
 
 
 def file_bytes(key: SidecarKey, content_bytes: int) -> int:
@@ -32,8 +35,7 @@ def file_bytes(key: SidecarKey, content_bytes: int) -> int:
 
 def write(catalog: Catalog, key: SidecarKey, content: bytes | memoryview) -> None:
     """Durable on return. The first content of a key stays, unless it was damaged since."""
-    if (held := share(catalog, key)) is not None:
-        os.close(held)
+    if _is_held(catalog, key):
         return
     encoded = _encoded(key)
     head = _HEAD.pack(_MAGIC, len(encoded), len(content)) + encoded
@@ -64,6 +66,21 @@ def read(catalog: Catalog, key: SidecarKey) -> bytes | None:
         return None
     with memory.Owned(shared):
         return memory.read(shared)
+
+
+def _is_held(catalog: Catalog, key: SidecarKey) -> bool:
+    """Whether the key has its content, read piece by piece; a damaged one goes, row and file."""
+    row = catalog.sidecar(key)
+    if row is None:
+        return False
+    try:
+        found = key_of(os.path.join(catalog.sidecars_dir, row.file))
+        reason = "" if found == key else "it is another one's"
+    except (FileNotFoundError, ValueError) as error:
+        reason = str(error)
+    if reason:
+        catalog.drop_sidecar(row, reason)
+    return not reason
 
 
 def share(catalog: Catalog, key: SidecarKey) -> int | None:
@@ -111,10 +128,7 @@ def open_file(path: str) -> tuple[SidecarKey, int]:
     """(key, content as a constant memfd). ValueError if the file is not whole, or something else stands in its place.
 
     It is read, not mapped: a disk's error is then an exception and no signal."""
-    mode = os.lstat(path).st_mode
-    if not stat.S_ISREG(mode):
-        raise ValueError(f"in its place stands {what_is(mode)}")
-    with memory.Owned(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+    with memory.Owned(_open(path)) as file:
         head = os.pread(file.fd, _HEAD.size, 0)
         first, size_bytes = _content_of(head, os.fstat(file.fd).st_size)
         encoded = os.pread(file.fd, first - _HEAD.size, _HEAD.size)
@@ -132,12 +146,34 @@ def open_file(path: str) -> tuple[SidecarKey, int]:
     return _decoded(encoded), shared
 
 
-def parse(blob: bytes) -> tuple[SidecarKey, bytes]:
-    """(key, content) of a whole file. ValueError if it is not."""
-    first, size_bytes = _content_of(blob[: _HEAD.size], len(blob))
-    if zlib.crc32(memoryview(blob)[: -_CRC.size]) != _CRC.unpack_from(blob, len(blob) - _CRC.size)[0]:
+def _open(path: str, flags: int = os.O_RDONLY) -> int:
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"in its place stands {what_is(mode)}")
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def key_of(path: str) -> SidecarKey:
+    """The key of a file that is whole; of its content there is little in memory at a time. ValueError if it is not."""
+    with open(path, "rb", buffering=0, opener=_open) as file:
+        pieces = iter(lambda: memoryview(file.read(_PIECE_BYTES)), b"")
+        return check(pieces, os.fstat(file.fileno()).st_size)
+
+
+def check(pieces: Iterable[memoryview], size_bytes: int) -> SidecarKey:
+    """The key of a whole file that comes in pieces, the first of which holds the key. ValueError if it is not whole."""
+    encoded, crc, seen, end = b"", 0, 0, b""
+    for piece in pieces:
+        if not seen:
+            first, _ = _content_of(bytes(piece[: _HEAD.size]), size_bytes)
+            encoded = bytes(piece[_HEAD.size : first])
+        summed = piece[: max(0, size_bytes - _CRC.size - seen)]
+        crc = zlib.crc32(summed, crc)
+        end += bytes(piece[len(summed) :])
+        seen += len(piece)
+    if seen != size_bytes or end != _CRC.pack(crc):
         raise ValueError("it fails its checksum")
-    return _decoded(blob[_HEAD.size : first]), blob[first : first + size_bytes]
+    return _decoded(encoded)
 
 
 def _content_of(head: bytes, held_bytes: int) -> tuple[int, int]:

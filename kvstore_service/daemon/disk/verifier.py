@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from kvstore_service import _native
 from kvstore_service.daemon.directories import what_is
 from kvstore_service.daemon.disk import pack_header, sidecars
-from kvstore_service.daemon.disk.catalog import Catalog, SidecarRow
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.rows import SidecarRow
 from kvstore_service.daemon.logs import event
 from kvstore_service.shared.types import NO_PARENT, PackRow, StoreError
 
@@ -129,7 +130,7 @@ class Verifier:
         """What was wrong with it, if it was dropped for that."""
         try:
             chunks = self._chunks(self._catalog.sidecars_dir / row.file, row.file_bytes)
-            key, _ = sidecars.parse(b"".join(map(bytes, chunks)))
+            key = sidecars.check((chunk.data for chunk in chunks), row.file_bytes)
             reason = "" if key == row.key else "it is another one's"
         except (FileNotFoundError, ValueError) as error:
             reason = str(error)

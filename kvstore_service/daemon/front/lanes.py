@@ -6,7 +6,7 @@ So a caller delays itself first, its user's other callers next, and nobody of an
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,27 +16,41 @@ from kvstore_service.daemon.front.call import Caller
 from kvstore_service.shared.types import StoreError, Violation
 
 RETRY_S = 0.1
+LARGE_BYTES = 64 << 10  # a request that counts until its call ends, not only while it comes
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Threads that all, one user and one caller may hold, calls in flight of a user and of a caller, and how long a
-    request may take to come once its caller's turn is there."""
+    """Threads that all, one user and one caller may hold, requests of a user that may be coming or are large, calls in
+    flight of a user and of a caller, and how long a request may take to come once its turn is there."""
 
     threads: int
     user_threads: int
     caller_threads: int
+    user_requests: int
     user_calls: int
     caller_calls: int
     request_s: float = 5.0
 
 
-WORKERS = Limits(threads=32, user_threads=24, caller_threads=4, user_calls=1024, caller_calls=64)
-OPERATORS = Limits(threads=8, user_threads=6, caller_threads=4, user_calls=64, caller_calls=16)
-STREAMS = Limits(threads=8, user_threads=6, caller_threads=4, user_calls=12, caller_calls=4)
+WORKERS = Limits(threads=32, user_threads=24, caller_threads=4, user_requests=5, user_calls=1024, caller_calls=64)
+OPERATORS = Limits(threads=8, user_threads=6, caller_threads=4, user_requests=5, user_calls=64, caller_calls=16)
+STREAMS = Limits(threads=8, user_threads=6, caller_threads=4, user_requests=5, user_calls=12, caller_calls=4)
 # Of callers that nobody knows: none has to wait for another one's request.
-OPEN = Limits(threads=1, user_threads=4096, caller_threads=4096, user_calls=4096, caller_calls=4096, request_s=1.0)
+OPEN = Limits(
+    threads=1, user_threads=4096, caller_threads=4096, user_requests=4096, user_calls=4096, caller_calls=4096,
+    request_s=1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of one user: for requests that are coming or are large, and for the one large request that is being answered,
+    which takes several times its size."""
+
+    requests: asyncio.Semaphore
+    large: asyncio.Semaphore
 
 
 class Lane:
@@ -49,6 +63,7 @@ class Lane:
         self._free = asyncio.Semaphore(limits.threads)
         self._calls: Counter[str | int] = Counter()
         self._turns: dict[str | int, asyncio.Semaphore] = {}
+        self._rooms: dict[int, Room] = {}
 
     @asynccontextmanager
     async def place(self, caller: Caller) -> AsyncIterator["Place"]:
@@ -80,9 +95,14 @@ class Lane:
             if not self._calls[key]:
                 del self._calls[key]
                 self._turns.pop(key, None)
+        if caller.uid not in self._calls:
+            self._rooms.pop(caller.uid, None)
 
     def turn(self, key: str | int, threads: int) -> asyncio.Semaphore:
         return self._turns.setdefault(key, asyncio.Semaphore(threads))
+
+    def room(self, uid: int) -> "Room":
+        return self._rooms.setdefault(uid, Room(asyncio.Semaphore(self.limits.user_requests), asyncio.Semaphore()))
 
     def submit(self, act: Callable[[], _T]) -> Future[_T]:
         return self._threads.submit(act)
@@ -103,15 +123,27 @@ class Place:
         lane.enter(caller)
         self._lane = lane
         self._caller = caller
-        self._turn: asyncio.Semaphore | None = None
+        self._held: list[asyncio.Semaphore] = []
         self._running = 0
         self._left = False
 
-    async def take_turn(self) -> None:
-        """The caller's own turn, until the call ends: so many of its requests lie in memory at once, and no more."""
+    async def receive(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
+        """The request, in the caller's own turn, which lasts until the call ends, and in its user's room: so much of
+        theirs lies in memory at once, and no more."""
         turn = self._lane.turn(self._caller.name, self._lane.limits.caller_threads)
         await turn.acquire()
-        self._turn = turn
+        self._held.append(turn)
+        room = self._lane.room(self._caller.uid)
+        await room.requests.acquire()
+        self._held.append(room.requests)
+        request = await read()
+        if len(request) > LARGE_BYTES:
+            await room.large.acquire()
+            self._held.append(room.large)
+        else:
+            self._held.remove(room.requests)
+            room.requests.release()
+        return request
 
     async def run(self, act: Callable[[], _T]) -> _T:
         """`act` in a thread of the lane. If the call is cancelled, a thread that has begun goes on, and counts."""
@@ -140,6 +172,6 @@ class Place:
 
     def _settle(self) -> None:
         if self._left and not self._running:
-            if self._turn is not None:
-                self._turn.release()
+            for semaphore in self._held:
+                semaphore.release()
             self._lane.leave(self._caller)

@@ -11,6 +11,7 @@ from kvstore_service.shared.types import StoreError
 
 REPLIES_MAX = 64  # per caller
 GIVEN_UP = ("CANCELLED", "DEADLINE_EXCEEDED")
+REPLIES_BYTES_MAX = 128 << 10  # per caller, who can have been answered with the largest reply each time
 REPLY_BYTES_MAX = 64 << 10  # what is larger is not kept
 IDEMPOTENCY_KEY_MAX = 128
 
@@ -54,17 +55,27 @@ class Replies:
         except BaseException as error:
             with self._lock:
                 answers.pop(name, None)
+                if not answers and self._answers.get(caller) is answers:
+                    del self._answers[caller]  # nobody forgets a caller again who had left when it called
             future.set_exception(error)
             raise
-        if len(answer) > REPLY_BYTES_MAX:
-            with self._lock:
-                answers.pop(name, None)
         future.set_result(answer)
+        with self._lock:
+            if len(answer) > REPLY_BYTES_MAX:
+                answers.pop(name, None)
+            while sum(map(_bytes_of, answers.values())) > REPLIES_BYTES_MAX:
+                answers.popitem(last=False)
         return answer
 
     def forget(self, caller: str) -> None:
         with self._lock:
             self._answers.pop(caller, None)
+
+
+def _bytes_of(kept: tuple[bytes, Future[bytes]]) -> int:
+    """0 while the call is under way."""
+    future = kept[1]
+    return len(future.result()) if future.done() and future.exception() is None else 0
 
 
 def _repeat(first: tuple[bytes, Future[bytes]], digest: bytes, timeout_s: float) -> bytes | None:

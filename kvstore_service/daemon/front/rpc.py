@@ -13,11 +13,12 @@ import re
 import secrets
 import sqlite3
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any_pb2, descriptor_pool, duration_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -33,6 +34,8 @@ TOKEN_ENTRY = "kvstore-token"
 REQUEST_ID_ENTRY = "kvstore-request-id"
 DEADLINE_S_MAX = 24 * 3600.0
 OPEN_S = 5.0  # for a call of health, which needs no deadline
+STRANGERS_MAX = 8  # requests of calls of health that are waited for
+CROWDED_S = 0.1  # for those beyond
 MESSAGE_BYTES_MAX = 4 << 20
 ERROR_LETTERS_MAX = 1000
 DOMAIN = "kvstore"
@@ -68,6 +71,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._operators = Lane("operator", OPERATORS)
         self._streams = Lane("stream", STREAMS)
         self._open = Lane("health", OPEN)
+        self._strangers: deque[asyncio.Timeout] = deque()
 
     def close(self) -> None:
         """After the server has stopped; returns when no handler runs any more."""
@@ -96,10 +100,9 @@ class Gate(grpc.aio.ServerInterceptor):
                     call.caller = self._judge(method, context)
                 async with lane.place(call.caller) as place, asyncio.timeout(call.time_remaining()):
                     if handler.request_streaming:
-                        await _converse(handler, requests, context)
+                        await _converse(call, handler, requests, context)
                     else:
-                        await place.take_turn()
-                        request = await _only(requests, lane.limits.request_s)
+                        request = await place.receive(lambda: self._only(lane, requests))
                         answer = self._stream if handler.response_streaming else self._unary
                         await answer(call, handler, request, context, place)
                 took_s = time.monotonic() - call.began_s
@@ -119,13 +122,40 @@ class Gate(grpc.aio.ServerInterceptor):
 
         return guarded
 
+    async def _only(self, lane: Lane, requests: AsyncIterator[bytes]) -> bytes:
+        """The one request of a call. DEADLINE_EXCEEDED if it does not come, INVALID_ARGUMENT if there is none."""
+        timeout_s = lane.limits.request_s
+        try:
+            async with asyncio.timeout(timeout_s) as patience:
+                if lane is self._open:
+                    self._crowd(patience)
+                return await anext(requests)
+        except TimeoutError:
+            raise StoreError(
+                "DEADLINE_EXCEEDED", f"no request came within {timeout_s:g} s", reason="REQUEST_MISSING"
+            ) from None
+        except StopAsyncIteration:
+            raise StoreError("INVALID_ARGUMENT", "the call has no request") from None
+        finally:
+            if patience in self._strangers:
+                self._strangers.remove(patience)
+
+    def _crowd(self, patience: asyncio.Timeout) -> None:
+        """Strangers are told apart by nothing: of many whose requests are not there yet, the oldest is not waited for,
+        so that slow ones hold little memory together and do not keep quick ones out."""
+        self._strangers.append(patience)
+        if len(self._strangers) > STRANGERS_MAX:
+            oldest, now_s = self._strangers.popleft(), asyncio.get_running_loop().time()
+            if not oldest.expired():
+                oldest.reschedule(min(oldest.when() or now_s, now_s + CROWDED_S))
+
     async def _unary(
         self, call: Call, handler: grpc.RpcMethodHandler, request: bytes, context: Any, place: Place
     ) -> None:
         def answer() -> bytes:
             logs.request_id.set(call.request_id)
             call.require_active()
-            message = _decoded(handler, request)
+            message = _decoded(call, handler, request)
 
             def act() -> bytes:
                 answered: bytes = handler.response_serializer(handler.unary_unary(message, call))
@@ -152,7 +182,7 @@ class Gate(grpc.aio.ServerInterceptor):
             nonlocal responses
             logs.request_id.set(call.request_id)
             if responses is None:
-                responses = iter(handler.unary_stream(_decoded(handler, request), call))
+                responses = iter(handler.unary_stream(_decoded(call, handler, request), call))
             response = next(responses, None)
             return None if response is None else handler.response_serializer(response)
 
@@ -214,31 +244,20 @@ def _time_remaining(context: grpc.aio.ServicerContext, mandatory: bool) -> float
     return remaining_s
 
 
-async def _only(requests: AsyncIterator[bytes], timeout_s: float) -> bytes:
-    """The one request of a call. DEADLINE_EXCEEDED if it does not come, INVALID_ARGUMENT if there is none."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await anext(requests)
-    except TimeoutError:
-        raise StoreError(
-            "DEADLINE_EXCEEDED", f"no request came within {timeout_s:g} s", reason="REQUEST_MISSING"
-        ) from None
-    except StopAsyncIteration:
-        raise StoreError("INVALID_ARGUMENT", "the call has no request") from None
-
-
-async def _converse(handler: grpc.RpcMethodHandler, requests: AsyncIterator[bytes], context: Any) -> None:
+async def _converse(call: Call, handler: grpc.RpcMethodHandler, requests: AsyncIterator[bytes], context: Any) -> None:
     """A stream of requests: reflection, which answers at once and in the event loop."""
 
     async def decoded() -> AsyncIterator[Message]:
         async for request in requests:
-            yield _decoded(handler, request)
+            yield _decoded(call, handler, request)
 
     async for response in handler.stream_stream(decoded(), context):
         await context.write(handler.response_serializer(response))
 
 
-def _decoded(handler: grpc.RpcMethodHandler, received: bytes) -> Message:
+def _decoded(call: Call, handler: grpc.RpcMethodHandler, received: bytes) -> Message:
+    method = descriptor_pool.Default().FindMethodByName(call.method.strip("/").replace("/", "."))
+    fields.check_size(received, method.input_type)
     try:
         request: Message = handler.request_deserializer(received)
     except DecodeError as error:
@@ -256,6 +275,7 @@ async def _refuse(call: Call, error: Exception, context: Any) -> None:
     if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
         failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
     _log(call, level, "refused", code=failure.code, reason=failure.message)
+    error.__traceback__ = None  # its frames hold the request, and a future in them holds the error
     details = ("grpc-status-details-bin", _status(failure).SerializeToString())
     await context.abort(grpc.StatusCode[failure.code], failure.message, (details, (REQUEST_ID_ENTRY, call.request_id)))
 

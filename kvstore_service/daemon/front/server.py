@@ -12,6 +12,7 @@ from kvstore_service.daemon.front.rpc import MESSAGE_BYTES_MAX, Gate
 
 CONNECTIONS_MAX = 1024
 STREAMS_MAX = 128  # of one connection
+UNREAD_BYTES = 16 << 10  # of one stream, before its request is asked for
 HANDSHAKE_MS = 5_000
 IDLE_MS = 60_000  # a connection without a call; clients come back by themselves
 START_S = 10.0
@@ -19,6 +20,8 @@ START_S = 10.0
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.http2.bdp_probe", 0),  # it would let every stream send 4 MiB that nobody reads yet
+    ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
     ("grpc.max_concurrent_streams", STREAMS_MAX),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.max_connection_idle_ms", IDLE_MS),
@@ -51,6 +54,7 @@ class Server:
     def stop(self, grace_s: float) -> None:
         """Ends what is in flight after `grace_s`, and returns when no handler runs any more. Idempotent."""
         if not self._thread.is_alive():
+            self._loop.close()  # of a server that never listened
             return
         if self._server is not None:
             self._await(self._server.stop(grace_s)).result(grace_s + 5.0)

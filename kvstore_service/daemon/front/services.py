@@ -14,7 +14,7 @@ from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
 from kvstore_service.daemon.config import Config
-from kvstore_service.daemon.disk.catalog import PackFilter
+from kvstore_service.daemon.disk.rows import PackFilter
 from kvstore_service.daemon.disk.sidecars import SIDECAR_BYTES_MAX
 from kvstore_service.daemon.front.broker import Broker
 from kvstore_service.daemon.front.call import Call
@@ -139,7 +139,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
         return pb.GetSidecarResponse(transfer=transfer, size=size_bytes, shape=shape)
 
     def HintImportance(self, request: pb.HintImportanceRequest, context: Call) -> pb.HintImportanceResponse:
-        hints = [(wire.ref_of(item.pack), list(item.hot_records)) for item in request.packs]
+        hints = [(wire.ref_of(item.pack), item.hot_records) for item in request.packs]
         self._store.packs.hint_importance(context.worker, request.session_id, hints)
         return pb.HintImportanceResponse()
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.disk import files
-from kvstore_service.daemon.disk.catalog import Catalog, PackFilter
+from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
+from kvstore_service.daemon.disk.rows import PackFilter
 from kvstore_service.daemon.store.registry import Registry, Worker
 from kvstore_service.daemon.store.uploads import Uploads
 
@@ -50,8 +51,8 @@ class Audited:
         """Every row has its file, every file its row or its open upload. What is seen amid a commit or an eviction is
         looked at until it is settled."""
         totals = self.catalog.totals()
-        wrong = [path for path in self._rows_files() if _settled(self._is_wrong, path)]
-        strange = [path for path in self._strange_files() if _settled(self._is_strange, path)]
+        wrong = _settled(self._is_wrong, self._rows_files())
+        strange = _settled(self._is_strange, self._strange_files())
         damaged = [self.catalog.packs_dir / row.file for row, _ in self.catalog.damaged(LISTED_MAX)]
         return [
             Check("catalogue rows = files", not wrong, _listed(totals.packs, wrong, "packs", "without their file")),
@@ -156,13 +157,14 @@ def _quiet(workers: Sequence[Worker]) -> Iterator[None]:
             worker.lock.release()
 
 
-def _settled(seen: Callable[[Path], bool], path: Path) -> bool:
-    """Whether it is seen for as long as a commit or an eviction may take between file and row."""
+def _settled(seen: Callable[[Path], bool], paths: Iterable[Path]) -> list[Path]:
+    """Those of which it is seen for as long as a commit or an eviction may take between file and row."""
+    left = [path for path in paths if seen(path)]
     for _ in range(SETTLE_LOOKS):
-        if not seen(path):
-            return False
-        time.sleep(SETTLE_PAUSE_S)
-    return seen(path)
+        if left:
+            time.sleep(SETTLE_PAUSE_S)
+            left = [path for path in left if seen(path)]
+    return left
 
 
 def _size_of(path: Path) -> int:

@@ -5,7 +5,8 @@ from functools import partial
 from logging import DEBUG, INFO, getLogger
 
 from kvstore_service.daemon.disk.ballast import Ballast
-from kvstore_service.daemon.disk.catalog import Catalog, Victim
+from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.rows import Victim
 from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store.events import Events
 from kvstore_service.daemon.store.leases import Leases
@@ -71,7 +72,7 @@ class Eviction:
 
     def _victims(self, tenant: str | None) -> Iterator[PackRow]:
         after: Victim | None = None
-        while batch := self._ballast.behind(partial(self._catalog.victims, BATCH, tenant, after)):
+        while batch := self._ballast.behind(partial(self._catalog.uses.victims, BATCH, tenant, after)):
             yield from (victim.row for victim in batch)
             after = batch[-1]
 

@@ -47,7 +47,7 @@ class Explain:
             )
         names = {row.ref.pack_id for row in beginning(self._state, text, FINDINGS_MAX)}
         names |= {event.pack_id for event in self._state.events.evictions() if event.pack_id.hex().startswith(text)}
-        names |= {name for name in self._state.uploads.names() if name.hex().startswith(text)}
+        names |= {name for name in self._state.uploads.claims.names() if name.hex().startswith(text)}
         if len(text) == 2 * PACK_ID_BYTES and not self._state.lookups.latest(text):
             names.add(bytes.fromhex(text))
         findings = [self._pack(name) for name in sorted(names)[:FINDINGS_MAX]]
@@ -102,7 +102,7 @@ class Explain:
         return Finding(subject, "damaged" if listed.damaged else "stored", "; ".join(parts))
 
     def _absent(self, name: bytes, subject: str) -> Finding:
-        if (writer := self._state.uploads.writer(name)) is not None:
+        if (writer := self._state.uploads.claims.writer(name)) is not None:
             return Finding(subject, "being_written", f"by {writer.name}, pid {writer.pid} of {writer.tenant}")
         if (event := self._state.events.evicted(name)) is not None:
             why = "by an operator" if event.detail == "operator" else "to make room"

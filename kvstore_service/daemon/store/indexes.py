@@ -1,5 +1,9 @@
 """Indexes: sidecars of packs, and the maps that packs carry themselves."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from kvstore_service.daemon import native
@@ -19,8 +23,7 @@ class Indexes:
         self._state = state
 
     def put(self, worker: Worker, key: SidecarKey, content: bytes | memoryview) -> None:
-        with self._state.acting(worker):
-            self._state.keyed_row(key, worker)
+        with self._state.acting(worker), self._keeping(key, worker):
             if len(content) > sidecars.SIDECAR_BYTES_MAX or not key.kind or key.kind == "map":
                 raise StoreError(
                     "INVALID_ARGUMENT", f"a sidecar has a kind other than map and at most 1 GiB: {key.kind!r}"
@@ -36,9 +39,18 @@ class Indexes:
             file_bytes = sidecars.file_bytes(key, len(content))
             self._state.room.promise(worker.tenant, file_bytes)
             try:
+                self._state.room.clear_disk(file_bytes)
                 sidecars.write(self._state.catalog, key, content)
             finally:
                 self._state.room.unpromise(worker.tenant, file_bytes)
+
+    @contextmanager
+    def _keeping(self, key: SidecarKey, worker: Worker) -> Iterator[None]:
+        """While room is made for its sidecar the pack stays. NOT_FOUND."""
+        self._state.keyed_row(key, worker)
+        with self._state.registry.keeping(key.pack_id):
+            self._state.keyed_row(key, worker)  # it may have gone before it was held
+            yield
 
     def size(self, worker: Worker, key: SidecarKey) -> int:
         """Bytes that `get` will take. NOT_FOUND."""
@@ -58,8 +70,15 @@ class Indexes:
                     "NOT_FOUND", f"no sidecar {key.kind!r} of pack {key.pack_id.hex()}", reason="SIDECAR_NOT_STORED"
                 )
             return shared
-        with self._state.open_packs.using(row) as handle, native.errors():
-            return memory.of_bytes("kvstore-map", np.ascontiguousarray(self._state.plane.read_map(handle)).tobytes())
+        shared = memory.create("kvstore-map", self.size(worker, key))
+        try:
+            with self._state.open_packs.using(row) as handle, native.errors():
+                self._state.plane.copy_map(handle, shared)
+            memory.add_seals(shared, memory.CONSTANT | memory.F_SEAL_SEAL)
+        except BaseException:
+            os.close(shared)
+            raise
+        return shared
 
     def map_shape(self, name: bytes) -> tuple[int, int, int]:
         row = self._state.catalog.any_pack(name)

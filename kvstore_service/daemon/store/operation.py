@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvstore_service.daemon.disk.catalog import FOREVER_S, ListedPack, PackFilter, Quota
+from kvstore_service.daemon.disk.rows import ListedPack, PackFilter, Quota
+from kvstore_service.daemon.disk.uses import FOREVER_S
 from kvstore_service.daemon.store import audit
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.daemon.store.room import Bound
@@ -53,7 +54,7 @@ class Operation:
         """All or none, for `ttl_s` seconds or, with 0, until they are unpinned. NOT_FOUND."""
         if not 0 <= ttl_s < math.inf:
             raise StoreError("INVALID_ARGUMENT", f"ttl_s {ttl_s}: seconds, or 0 for ever")
-        self._state.catalog.pin(pack_ids, pinned, time.time() + ttl_s if ttl_s else FOREVER_S)
+        self._state.catalog.uses.pin(pack_ids, pinned, time.time() + ttl_s if ttl_s else FOREVER_S)
 
     def evict(self, pack_ids: Sequence[bytes], descendants: bool) -> list[EvictedPack]:
         """Removes each pack as a whole or says why not; packs go before those that they continue."""
@@ -145,14 +146,18 @@ class Operation:
         return self._state.registry.workers()
 
     def find_worker(self, text: str) -> Worker:
-        """By its id, its pid or its name. NOT_FOUND, or FAILED_PRECONDITION if several are meant."""
-        found = [w for w in self.workers() if text in (str(w.native_id), str(w.pid), w.name)]
+        """By its id or, if nobody has that, its pid, or its name: what it calls itself hides nobody else. NOT_FOUND, or
+        FAILED_PRECONDITION if several are meant."""
+        workers = self.workers()
+        found: list[Worker] = []
+        for name_of in (lambda w: str(w.native_id or ""), lambda w: str(w.pid), lambda w: w.name):
+            found = found or [worker for worker in workers if text and name_of(worker) == text]
         if not found:
             raise StoreError("NOT_FOUND", f"no worker has the id, pid or name {text!r}; see kvctl workers")
         if len(found) > 1:
-            pids = ", ".join(str(worker.pid) for worker in found)
+            names = ", ".join(f"{worker.native_id or 'none'} (pid {worker.pid})" for worker in found)
             raise StoreError(
-                "FAILED_PRECONDITION", f"{len(found)} workers are called {text!r}; name one by pid: {pids}"
+                "FAILED_PRECONDITION", f"{len(found)} workers are called {text!r}; name one by id: {names}"
             )
         return found[0]
 

@@ -104,6 +104,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._sessions: dict[str, Session] = {}
         self._references: Counter[bytes] = Counter()
+        self._rows: dict[bytes, PackRow] = {}  # of what is referenced: sessions with the same packs share their rows
         self._condemned: set[bytes] = set()
 
     def add_worker(self, uid: int, pid: int, name: str, operator: bool = False) -> Worker:
@@ -162,20 +163,47 @@ class Registry:
         """From here on the packs cannot be evicted. NOT_FOUND if one is being evicted."""
         with self._lock:
             for row in packs:
-                if row.ref.pack_id in self._condemned:
-                    raise StoreError(
-                        "NOT_FOUND", f"pack {row.ref.pack_id.hex()} is being evicted", reason="PACK_EVICTED"
-                    )
-            session.packs.extend(packs)
+                self._require_kept(row.ref.pack_id)
+            session.packs.extend(self._shared(row) for row in packs)
             self._references.update(row.ref.pack_id for row in packs)
 
     def retract(self, session: Session, count: int) -> None:
         """Takes the last `count` packs back."""
         with self._lock:
             first = len(session.packs) - count
-            self._references.subtract(row.ref.pack_id for row in session.packs[first:])
-            self._references += Counter()
+            self._drop(session.packs[first:])
             del session.packs[first:]
+
+    def _shared(self, row: PackRow) -> PackRow:
+        """For a caller that holds the lock."""
+        held = self._rows.setdefault(row.ref.pack_id, row)
+        return held if held == row else row  # it may have been written anew
+
+    def _drop(self, packs: list[PackRow]) -> None:
+        """For a caller that holds the lock."""
+        self._references.subtract(row.ref.pack_id for row in packs)
+        for row in packs:
+            if not self._references[row.ref.pack_id]:
+                del self._references[row.ref.pack_id]
+                self._rows.pop(row.ref.pack_id, None)
+
+    @contextmanager
+    def keeping(self, pack_id: bytes) -> Iterator[None]:
+        """While it is held, the pack stays. NOT_FOUND if its eviction has begun."""
+        with self._lock:
+            self._require_kept(pack_id)
+            self._references[pack_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._references[pack_id] -= 1
+                if not self._references[pack_id]:
+                    del self._references[pack_id]
+
+    def _require_kept(self, pack_id: bytes) -> None:
+        if pack_id in self._condemned:
+            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is being evicted", reason="PACK_EVICTED")
 
     @contextmanager
     def condemned(self, pack_id: bytes) -> Iterator[None]:
@@ -207,8 +235,7 @@ class Registry:
         with self._lock:
             if self._sessions.pop(session.session_id, None) is None:
                 return
-            self._references.subtract(row.ref.pack_id for row in session.packs)
-            self._references += Counter()  # drops the zeros
+            self._drop(session.packs)
         session.worker.sessions.pop(session.session_id, None)
 
     def of(self, worker: Worker, session_id: str) -> Session:

@@ -60,15 +60,17 @@ class Room:
         """Sets bytes aside until `unpromise`, evicting for them if need be. RESOURCE_EXHAUSTED names the bound.
 
         `seal`: for a generation that runs; it may use what is kept for such."""
+        making = False
         for _ in range(TRIES):
             with self._lock:
                 short = [bound for bound in self._bounds(tenant) if bound.lacks(wanted_bytes, seal) > 0]
                 if not short:
                     self._promised[tenant] += wanted_bytes
                     return
-            if not self._make(short[0], wanted_bytes, seal):
+            making = self._make(short[0], wanted_bytes, seal)
+            if not making:
                 break
-        raise _refused(short[0], wanted_bytes, seal, self._config.on_full == "evict")
+        raise _refused(short[0], wanted_bytes, seal, self._config.on_full == "evict", making)
 
     def _make(self, bound: Bound, wanted_bytes: int, seal: bool) -> bool:
         """Whether packs have gone for it."""
@@ -92,9 +94,11 @@ class Room:
         with self._lock:
             yield self._unpromise
 
-    def promised_bytes(self) -> int:
+    @contextmanager
+    def still(self) -> Iterator[int]:
+        """Bytes set aside, while nothing is added or stored. Who needs another lock as well takes this one first."""
         with self._lock:
-            return self._promised.total()
+            yield self._promised.total()
 
     def relieve(self) -> None:
         """Evicts from the high down to the low watermark, a step at a time."""
@@ -108,13 +112,27 @@ class Room:
                 self._eviction.free(excess_bytes, bound.tenant, PACKS_PER_TURN)
 
     def clear_disk(self, wanted_bytes: int) -> None:
-        """Evicts where the disk itself, whatever the bounds, has no room for so many bytes and the ballast."""
-        free = free_bytes(self._catalog.packs_dir)
-        short_bytes = wanted_bytes + self._catalog.ballast.owed_bytes() - free
+        """Evicts where the disk itself, whatever the bounds, has no room for so many bytes and the ballast; nothing
+        where all that is stored would not be enough. RESOURCE_EXHAUSTED."""
+        needed_bytes = wanted_bytes + self._catalog.ballast.owed_bytes()
+        short_bytes = needed_bytes - free_bytes(self._catalog.packs_dir)
         if self._config.on_full != "evict" or short_bytes <= 0:
             return
-        if self._eviction.free(short_bytes, None, PACKS_PER_TURN) < short_bytes:
+        if short_bytes <= self._catalog.totals().stored_bytes and self._free(short_bytes):
+            return
+        free = free_bytes(self._catalog.packs_dir)
+        if free < needed_bytes:  # others may have made room meanwhile
             raise full("disk", f"{free} B are free on the disk; {wanted_bytes} B more do not fit")
+
+    def _free(self, wanted_bytes: int) -> bool:
+        """Whether so many bytes of packs are gone, which is told apart from what the disk says: it may lag behind."""
+        left_bytes = wanted_bytes
+        for _ in range(TRIES):
+            freed_bytes = self._eviction.free(left_bytes, None, PACKS_PER_TURN)
+            left_bytes -= freed_bytes
+            if left_bytes <= 0 or not freed_bytes:
+                break
+        return left_bytes <= 0
 
     def set_quota(self, tenant: str, limit_bytes: int) -> None:
         """0: none. For a caller that has made it durable."""
@@ -145,9 +163,11 @@ class Room:
         return Bound(f"quota of {tenant}", tenant, limit, stored, self._promised[tenant], seals)
 
 
-def _refused(bound: Bound, wanted_bytes: int, seal: bool, evicting: bool) -> StoreError:
+def _refused(bound: Bound, wanted_bytes: int, seal: bool, evicting: bool, making: bool) -> StoreError:
+    """`making`: packs have gone for it, but there was more to evict than one call does, or others took their room."""
     kept = f", {bound.seals_bytes} B kept for running generations" if bound.seals_bytes and not seal else ""
     why = "; what is stored is pinned or in use" if evicting and bound.stored_bytes else ""
+    why = "; room is being made, ask again" if making else why
     return full(
         bound.subject,
         f"{bound.stored_bytes} B stored and {bound.promised_bytes} B reserved of {bound.limit_bytes} B{kept}; "

@@ -140,12 +140,12 @@ class State:
     def use(self, names: Sequence[bytes]) -> None:
         """The packs are used now."""
         with self._forgetting(len(names)):
-            self.catalog.touch(names, time.time())
+            self.catalog.uses.touch(names, time.time())
 
     def weigh(self, importance: Mapping[bytes, float]) -> None:
         """From 0 to 1 by pack id."""
         with self._forgetting(len(importance)):
-            self.catalog.set_importance(importance)
+            self.catalog.uses.set_importance(importance)
 
     @contextmanager
     def _forgetting(self, packs: int) -> Iterator[None]:

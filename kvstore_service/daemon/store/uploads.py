@@ -5,7 +5,7 @@ import hmac
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from kvstore_service.daemon.disk.ballast import Ballast, free_bytes
 from kvstore_service.daemon.disk.builds import new_build
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.files import remove_file, sync_directory
+from kvstore_service.daemon.store.claims import Claims
 from kvstore_service.daemon.store.leases import Leases
 from kvstore_service.daemon.store.registry import Session, Worker
 from kvstore_service.daemon.store.room import Room, full
@@ -59,14 +60,6 @@ class DescribedUpload:
     idle_s: float
 
 
-@dataclass
-class _Progress:
-    """Of a worker: how its uploads looked when they last changed, and when that was."""
-
-    looks: tuple[tuple[int, int], ...] = ()
-    at_s: float = field(default_factory=time.monotonic)
-
-
 class Uploads:
     """Callers hold the worker's lock; tables that workers share have their own."""
 
@@ -81,13 +74,11 @@ class Uploads:
         self._nvme_bytes = config.nvme_bytes
         self._pack_tokens = config.pack_tokens
         self._extent_blocks = config.extent_blocks
-        self._stall_s = config.upload_stall_s
         self._ttl_s = config.upload_ttl_s
         self._lock = threading.Lock()
         self._uploads: dict[int, Upload] = {}
         self._continued: Counter[bytes] = Counter()  # open uploads by the pack that they continue
-        self._claims: dict[bytes, Worker] = {}  # who writes a pack first, by id
-        self._progress: dict[Worker, _Progress] = {}
+        self.claims = Claims(config.upload_stall_s)
         self._finishers = ThreadPoolExecutor(_FINISH_THREADS, thread_name_prefix="finish")
 
     def close(self) -> None:
@@ -102,16 +93,16 @@ class Uploads:
         rows = self._rows(session, reservations, tenant_key)
         names = [row.ref.pack_id for row in rows]
         self._leases.take(names, session.session_id)
-        elsewhere = self._claim(session.worker, names, compete)
+        elsewhere = self.claims.take(session.worker, names, compete)
         winners = {name: self._served(name) for name in names}
         wanted = [row for row in rows if winners[row.ref.pack_id] is None and row.ref.pack_id not in elsewhere]
-        self._disclaim(session.worker, [name for name in names if winners[name] is not None])
+        self.claims.give_up(session.worker, [name for name in names if winners[name] is not None])
         try:
             self._check_share(session.worker, wanted)
             self._room.promise(session.worker.tenant, sum(row.file_bytes for row in wanted), seal=bool(session.slots))
             created = self._create_all(session, wanted)
         except BaseException:
-            self._disclaim(session.worker, [row.ref.pack_id for row in wanted])
+            self.claims.give_up(session.worker, [row.ref.pack_id for row in wanted])
             raise
         uploads = {upload.row.ref.pack_id: upload.upload_id for upload in created}
 
@@ -122,29 +113,6 @@ class Uploads:
             return ReservedPack(row.ref, uploads.get(name), RETRY_S if name in elsewhere else None)
 
         return [reserved(row) for row in rows]
-
-    def _claim(self, worker: Worker, names: Sequence[bytes], compete: bool) -> set[bytes]:
-        """From here on the other packs are this worker's to write. Returns those that another worker is writing."""
-        with self._lock:
-            owners = {} if compete else {name: self._claims[name] for name in names if name in self._claims}
-            elsewhere = {
-                name for name, owner in owners.items()
-                if owner is not worker and not owner.gone and self._idle_s(owner) < self._stall_s
-            }  # fmt: skip
-            self._claims.update((name, worker) for name in names if name not in elsewhere)
-            self._progress.setdefault(worker, _Progress())
-        return elsewhere
-
-    def _disclaim(self, worker: Worker, names: Iterable[bytes]) -> None:
-        """What this worker is not writing any more is the next one's that asks."""
-        with self._lock:
-            for name in names:
-                if self._claims.get(name) is worker:
-                    del self._claims[name]
-
-    def _idle_s(self, worker: Worker) -> float:
-        progress = self._progress.get(worker)
-        return 0.0 if progress is None else time.monotonic() - progress.at_s
 
     def _check_share(self, worker: Worker, wanted: Sequence[PackRow]) -> None:
         """RESOURCE_EXHAUSTED where one worker or user would have too much of the store in uploads."""
@@ -173,15 +141,11 @@ class Uploads:
             by_worker: dict[Worker, list[Upload]] = {}
             for upload in self._uploads.values():
                 by_worker.setdefault(upload.worker, []).append(upload)
-            self._progress = {worker: self._progress.get(worker, _Progress()) for worker in by_worker}
+        self.claims.forget_others(by_worker)
         expired = 0
         for worker, uploads in by_worker.items():
             looks = tuple((upload.upload_id, self._missing(upload)) for upload in uploads)
-            with self._lock:
-                progress = self._progress.setdefault(worker, _Progress())
-                if looks != progress.looks:
-                    progress.looks, progress.at_s = looks, time.monotonic()
-                idle_s = time.monotonic() - progress.at_s
+            idle_s = self.claims.looked(worker, looks)
             # A worker whose lock is held is in a call of its own, such as a commit: that is progress.
             if idle_s > self._ttl_s and worker.lock.acquire(blocking=False):
                 try:
@@ -201,23 +165,13 @@ class Uploads:
     def described(self) -> list[DescribedUpload]:
         """Every open upload, the oldest first."""
         with self._lock:
-            found = [(upload, self._idle_s(upload.worker)) for upload in self._uploads.values()]
-        return [DescribedUpload(upload, self._missing(upload), idle_s) for upload, idle_s in found]
+            found = list(self._uploads.values())
+        return [DescribedUpload(item, self._missing(item), self.claims.idle_s(item.worker)) for item in found]
 
     def continues(self, name: bytes) -> bool:
         """Whether an open upload continues the pack."""
         with self._lock:
             return self._continued[name] > 0
-
-    def names(self) -> list[bytes]:
-        """Ids of the packs that are being written."""
-        with self._lock:
-            return list(self._claims)
-
-    def writer(self, name: bytes) -> Worker | None:
-        """Who is writing a pack."""
-        with self._lock:
-            return self._claims.get(name)
 
     def commit(self, worker: Worker, upload_ids: Sequence[int]) -> list[CommittedPack]:
         """Finishes each upload, syncs the directory once and writes all rows in one transaction.
@@ -292,7 +246,7 @@ class Uploads:
         """After the data plane has dropped the worker, and its uploads' files with it."""
         with self._lock:
             lost = [upload for upload in self._uploads.values() if upload.worker is worker]
-            self._progress.pop(worker, None)
+        self.claims.forget(worker)
         for upload in lost:
             self._settle(upload, won=False)
 
@@ -302,8 +256,8 @@ class Uploads:
 
     def promised(self) -> tuple[int, dict[Path, int]]:
         """(bytes set aside, files of open uploads with the bytes that each will have)."""
-        with self._lock:
-            return self._room.promised_bytes(), {self._path(u.row): u.row.file_bytes for u in self._uploads.values()}
+        with self._room.still() as promised_bytes, self._lock:
+            return promised_bytes, {self._path(u.row): u.row.file_bytes for u in self._uploads.values()}
 
     def _rows(self, session: Session, reservations: Sequence[PackReservation], tenant_key: bytes) -> list[PackRow]:
         """What the reservations would become, with fresh builds; checks the chain."""
@@ -435,7 +389,7 @@ class Uploads:
             if not self._pop(upload):
                 return
         unpromise(upload.row.tenant, upload.row.file_bytes)
-        self._disclaim(upload.worker, [upload.row.ref.pack_id])
+        self.claims.give_up(upload.worker, [upload.row.ref.pack_id])
 
     def _discard(self, uploads: Sequence[Upload]) -> None:
         for upload in uploads:

@@ -23,8 +23,8 @@ from kvstore_service.client import (
     StoreClient,
     StoreError,
 )
-from tests.daemon_process import Daemon
-from tests.service.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, expected, order_of
+from tests.support.daemon_process import Daemon
+from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, expected, order_of
 
 PACKS = 2  # committed together; a third is sealed, a fourth aborted
 RECORDS = np.arange((PACKS + 1) * TOKENS, dtype=np.uint32)[::2]

@@ -172,6 +172,13 @@ class Rig:
         self.plane.finish_upload(upload)
         return Pack(self.plane.open_pack(str(path)), path, what, records, order)
 
+    def map_of(self, pack: Pack) -> NDArray[np.uint16]:
+        """What the store holds as the pack's map; DATA_LOSS."""
+        with open(memfd("map", 0), "w+b", buffering=0) as file:
+            self.plane.copy_map(pack.handle, file.fileno())
+            file.seek(0)
+            return np.frombuffer(file.read(), np.uint16).reshape(pack.map.shape)
+
     def bind(self, slot: int, packs: list[Pack], places: int, first: int = 4096, gap: int = 4096) -> int:
         """Binds with `places` places per lane, `gap` bytes of canary between lanes; returns the epoch."""
         layers, lanes, _, record_bytes = packs[0].records.shape

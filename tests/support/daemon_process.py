@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvstore_service.client.private import DAEMON_ARGV, PrivateDaemon
 
-_FAULTY_ARGV = (sys.executable, "-m", "tests.faulty_daemon")
+_FAULTY_ARGV = (sys.executable, "-m", "tests.support.faulty_daemon")
 
 
 class Daemon(PrivateDaemon):

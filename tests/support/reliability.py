@@ -18,7 +18,7 @@ from typing import Any
 
 from decode_worker import figures
 
-RESULTS = Path(__file__).parents[1] / "bench/results/reliability.json"
+RESULTS = Path(__file__).parents[2] / "bench/results/reliability.json"
 _NOT_TOTALLED = ("date", "commit", "machine", "seed")
 _COMMIT = figures.commit()  # of the code that this process runs, whatever is committed meanwhile
 

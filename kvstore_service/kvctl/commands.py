@@ -1,0 +1,254 @@
+"""kvctl's commands: each asks the daemon, shows the answer and returns the exit status."""
+
+import argparse
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.rpc import code_pb2
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvstore_service.client import AdminClient
+from kvstore_service.kvctl.output import ID_DIGITS, Output, Row, plain
+from kvstore_service.shared.types import PACK_ID_BYTES, StoreError, format_size
+
+EVICT_BATCH = 500
+POLL_S = 0.2
+
+Command = Callable[[AdminClient, Output, argparse.Namespace], int]
+
+
+def status(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    values = plain(client.get_status())
+    counters = values.pop("counters")
+    if output.as_json:
+        values["counters"] = counters
+        output.values("", values)
+        return 0
+    output.values("kvstored", values)
+    output.values("counters", dict(sorted(counters.items())))
+    return 0
+
+
+def sessions(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    output.rows("sessions", [plain(item) for item in client.list_sessions()])
+    return 0
+
+
+def describe(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    found = client.describe_session(arguments.session)
+    session = {
+        **plain(found.session),
+        "fingerprint": found.fingerprint.hex(),
+        "declared_max": found.declared_max_tokens,
+    }
+    packs_of = [plain(item) for item in found.packs]
+    if output.as_json:
+        output.values("", {**session, "packs": packs_of})
+        return 0
+    output.values("session", session)
+    output.rows("packs", packs_of)
+    return 0
+
+
+def packs(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    output.stream("packs", map(plain, client.list_packs(**_filters(arguments))))
+    return 0
+
+
+def _filters(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "tenant": _tenant(arguments.tenant) if arguments.tenant else "",
+        "damaged": arguments.damaged,
+        "pinned": arguments.pinned,
+        "unused": arguments.unused,
+        "idle_s": arguments.older_than,
+    }
+
+
+def pinning(pinned: bool) -> Command:
+    def command(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+        wanted, done = _pack_ids(client, arguments.packs), "pinned" if pinned else "unpinned"
+        if pinned:
+            client.pin(wanted, arguments.ttl)
+        else:
+            client.unpin(wanted)
+        if output.as_json:
+            output.values("", {done: [name.hex() for name in wanted]})
+        else:
+            output.console.print(f"{len(wanted)} packs {done}")
+        return 0
+
+    return command
+
+
+def evict(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """1 if a pack stays that should have gone."""
+    chosen = {item.pack_id: item for item in client.packs_named(_pack_ids(client, arguments.packs))}
+    if arguments.unused:
+        chosen |= {item.pack_id: item for item in client.list_packs(unused=True, idle_s=arguments.older_than)}
+    if arguments.dry_run:
+        output.stream("packs that would be evicted", map(plain, chosen.values()))
+        return 0
+    # Packs go before those that they continue, over all calls.
+    wanted = sorted(chosen, key=lambda name: -chosen[name].first_token)
+    results = [
+        result
+        for first in range(0, len(wanted), EVICT_BATCH)
+        for result in client.evict(wanted[first : first + EVICT_BATCH], arguments.descendants)
+    ]
+    stayed = [
+        {"pack_id": item.pack_id.hex(), "code": code_pb2.Code.Name(item.code), "reason": item.message}
+        for item in results
+        if item.code
+    ]
+    freed = sum(item.freed_bytes for item in results)
+    gone = len(results) - len(stayed)
+    if output.as_json:
+        output.values("", {"evicted": gone, "freed_bytes": freed, "stayed": stayed})
+    else:
+        output.console.print(f"{gone} packs evicted, {format_size(freed)} freed, {len(stayed)} stayed")
+        if stayed:
+            output.rows("packs that stayed", stayed)
+    return 1 if stayed else 0
+
+
+def audit(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """1 if a check fails."""
+    checks = [plain(check) for check in client.audit()]
+    output.rows("checks", checks)
+    return 0 if all(check["ok"] for check in checks) else 1
+
+
+def drain(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """1 if sessions are still open after --wait."""
+    client.drain()
+    deadline = min(time.monotonic() + arguments.wait, client.deadline_s)
+    while (left := client.get_status().sessions) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if output.as_json:
+        output.values("", {"state": "draining", "sessions": left})
+    else:
+        output.console.print(f"draining: new work is refused until the daemon is started anew; {left} sessions open")
+    return 1 if left and arguments.wait else 0
+
+
+def token(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """Until Ctrl-C, SIGTERM or the end of stdin: the token ends with this connection."""
+    print(client.token, flush=True)
+    while (left_s := client.deadline_s - time.monotonic()) > 0:
+        ready, _, _ = select.select([sys.stdin], [], [], min(left_s, 3600.0))
+        if ready and not os.read(sys.stdin.fileno(), 4096):
+            break
+    return 0
+
+
+def workers(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    output.rows("workers", [plain(item) for item in client.list_workers()])
+    return 0
+
+
+def uploads(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    output.stream("uploads", map(plain, client.list_uploads()))
+    return 0
+
+
+def kill(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    gone = client.kill_worker(arguments.worker)
+    if output.as_json:
+        output.values("", plain(gone))
+    else:
+        output.console.print(f"worker {gone.name}, pid {gone.pid}, of {gone.tenant}: its connection is ended")
+    return 0
+
+
+def watch(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """One line per event until Ctrl-C or --timeout."""
+    try:
+        for event in client.watch(arguments.kinds):
+            row = plain(event)
+            if output.as_json:
+                print(json.dumps(row), flush=True)
+            elif event.kind != "watch":
+                at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(event.at_s))
+                lost = f" ({event.dropped} events lost)" if event.dropped else ""
+                parts = (at, event.kind, event.tenant, event.pack_id.hex()[:ID_DIGITS], event.detail)
+                print(" ".join(part for part in parts if part) + lost, flush=True)
+    except StoreError as error:
+        if error.code != "DEADLINE_EXCEEDED":
+            raise
+    return 0
+
+
+def explain(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    output.rows("findings", [plain(item) for item in client.explain(arguments.subject)])
+    return 0
+
+
+def quota(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    if arguments.size is not None:
+        client.set_quota(_tenant(arguments.tenant), arguments.size)
+    rows = [plain(item) for item in client.list_quotas()]
+    output.rows("quotas", [row for row in rows if not arguments.tenant or row["tenant"] == _tenant(arguments.tenant)])
+    return 0
+
+
+def _tenant(text: str) -> str:
+    return f"uid-{text}" if text.isdecimal() else text
+
+
+def config(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    found = client.get_config()
+    output.rows(
+        "config",
+        [{"key": key, "value": value, "origin": found.origins[key]} for key, value in sorted(found.values.items())],
+    )
+    return 0
+
+
+def verify(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """1 if any pack is damaged."""
+    wanted = _pack_ids(client, arguments.packs)
+    damaged: list[Row] = []
+    total_bytes = checked = 0
+    columns = (
+        TextColumn("verify"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[size]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=output.as_json) as progress:
+        task = progress.add_task("verify", total=None, size="")
+        for answer in client.verify(wanted):
+            checked, total_bytes = answer.done, total_bytes + answer.bytes
+            progress.update(task, total=answer.total, completed=answer.done, size=format_size(total_bytes))
+            if answer.bad_blocks or answer.error:
+                reason = answer.error or f"{len(answer.bad_blocks)} bad blocks"
+                damaged.append({"pack_id": answer.pack_id.hex(), "damage": reason})
+    if output.as_json:
+        output.values("", {"packs": checked, "bytes": total_bytes, "damaged": damaged})
+    else:
+        output.console.print(f"{checked} packs, {format_size(total_bytes)}, {len(damaged)} damaged")
+        if damaged:
+            output.rows("damaged packs", damaged)
+    return 1 if damaged else 0
+
+
+def _pack_ids(client: AdminClient, beginnings: Sequence[str]) -> list[bytes]:
+    """The packs that are meant, once each. NOT_FOUND for a beginning of none or of several."""
+    wanted: dict[bytes, None] = {}
+    for text in beginnings:
+        digits = text.lower()
+        possible = digits and len(digits) <= 2 * PACK_ID_BYTES and not set(digits) - set("0123456789abcdef")
+        matches = client.packs_beginning(digits) if possible else []
+        if len(matches) != 1:
+            count = "several" if matches else "no"
+            raise StoreError("NOT_FOUND", f"{count} packs begin with {text!r}; see kvctl packs --format json")
+        wanted[matches[0].pack_id] = None
+    return list(wanted)

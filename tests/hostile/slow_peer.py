@@ -1,0 +1,92 @@
+"""A peer that speaks HTTP/2 by itself: it sends requests of gRPC up to their last byte, as far as windows let it."""
+
+import select
+import socket
+import struct
+import time
+
+PUSH_S = 3.0
+FRAME_BYTES = 16384
+WINDOW_BYTES = 65535
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
+_ACK, _END_HEADERS = 1, 4
+_INITIAL_WINDOW = 4
+
+
+class SlowPeer:
+    def __init__(self, path: str, method: str) -> None:
+        self._method = method
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(5.0)
+        self._socket.connect(path)
+        self._received = b""
+        self._room, self._initial = WINDOW_BYTES, WINDOW_BYTES
+        self._rooms: dict[int, int] = {}
+        self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
+        self._hear(1.0)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def push(self, streams: int, size_bytes: int) -> None:
+        """For PUSH_S: opens `streams` calls and sends each its request but for the end."""
+        body = struct.pack(">BI", 0, size_bytes) + bytes(size_bytes - 1)
+        sent = dict.fromkeys(range(1, 2 * streams, 2), 0)
+        for stream in sent:
+            self._rooms[stream] = self._initial
+            self._socket.sendall(_frame(_HEADERS, _END_HEADERS, stream, _head(self._method)))
+        end_s = time.monotonic() + PUSH_S
+        while time.monotonic() < end_s:
+            self._hear(0.01)
+            for stream in sent.keys() & self._rooms.keys():
+                part = body[sent[stream] : sent[stream] + min(FRAME_BYTES, self._room, self._rooms[stream])]
+                if part:
+                    self._socket.sendall(_frame(_DATA, 0, stream, part))
+                    sent[stream] += len(part)
+                    self._room -= len(part)
+                    self._rooms[stream] -= len(part)
+
+    def _hear(self, timeout_s: float) -> None:
+        while select.select([self._socket], [], [], timeout_s)[0]:
+            timeout_s = 0.0
+            heard = self._socket.recv(1 << 20)
+            assert heard
+            self._received += heard
+            while len(self._received) >= 9 and len(self._received) >= 9 + int.from_bytes(self._received[:3], "big"):
+                end = 9 + int.from_bytes(self._received[:3], "big")
+                kind, flags, stream = struct.unpack(">BBI", self._received[3:9])
+                payload, self._received = self._received[9:end], self._received[end:]
+                self._obey(kind, flags, stream, payload)
+
+    def _obey(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind == _SETTINGS and not flags & _ACK:
+            for key, value in struct.iter_unpack(">HI", payload):
+                if key == _INITIAL_WINDOW:
+                    self._rooms = {name: room + value - self._initial for name, room in self._rooms.items()}
+                    self._initial = value
+            self._socket.sendall(_frame(_SETTINGS, _ACK, 0, b""))
+        elif kind == _PING and not flags & _ACK:
+            self._socket.sendall(_frame(_PING, _ACK, 0, payload))
+        elif kind == _RESET:
+            self._rooms.pop(stream, None)
+        elif kind == _WINDOW:
+            (more,) = struct.unpack(">I", payload)
+            if stream == 0:
+                self._room += more
+            elif stream in self._rooms:
+                self._rooms[stream] += more
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _head(method: str) -> bytes:
+    """HPACK, every field written out."""
+    fields = {
+        ":method": "POST", ":scheme": "http", ":path": method, ":authority": "localhost", "te": "trailers",
+        "content-type": "application/grpc",
+    }  # fmt: skip
+    texts = [text.encode() for pair in fields.items() for text in pair]
+    coded = [bytes([len(text)]) + text for text in texts]
+    return b"".join(b"\0" + name + value for name, value in zip(coded[::2], coded[1::2], strict=True))

@@ -1,0 +1,194 @@
+"""What callers send, ask for again and attach takes little of the daemon's memory, whatever it is."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore_service._proto import store_service_pb2 as pb
+from kvstore_service.client import AdminClient, SidecarKey, StoreClient, StoreError
+from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.daemon.front import lanes
+from kvstore_service.daemon.front.call import Caller
+from kvstore_service.daemon.front.replies import REPLIES_BYTES_MAX, Replies
+from kvstore_service.daemon.store.registry import Limits, Registry
+from kvstore_service.shared.types import PackRef, PackRow
+from tests.hostile import calls
+from tests.hostile.slow_peer import SlowPeer
+from tests.hostile.victim import Victim
+from tests.support.daemon_process import Daemon
+from tests.support.world import LAYOUT
+
+WORKERS, CALLS_EACH = 4, 4
+REQUEST_BYTES = (4 << 20) - 4096
+MOST_BYTES = 96 << 20  # requests under way, one of them decoded, and what malloc keeps of it
+SIDECAR_BYTES = 192 << 20
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    directory: Path = tmp_path_factory.mktemp("bloat")
+    with Daemon(directory) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def grows_little(daemon: Daemon, most_bytes: int) -> Iterator[None]:
+    """By its peak, shared memory that it touches included."""
+    Path(f"/proc/{daemon.pid}/clear_refs").write_text("5")  # the peak is now what is resident
+    before = psutil.Process(daemon.pid).memory_info().rss
+    yield
+    status = Path(f"/proc/{daemon.pid}/status").read_text()
+    (peak_kib,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")]
+    assert (peak_kib << 10) - before < most_bytes
+
+
+def empty_items(session: str) -> bytes:
+    """Two bytes each, and some hundred once they are decoded."""
+    return pb.HintImportanceRequest(session_id=session).SerializeToString() + b"\x12\x00" * (REQUEST_BYTES // 2)
+
+
+def numbers(session: str) -> bytes:
+    counts = pb.PackImportance(hot_records=[16383] * (REQUEST_BYTES // 2))
+    return pb.HintImportanceRequest(session_id=session, packs=[counts]).SerializeToString()
+
+
+@pytest.mark.parametrize("request_of", [empty_items, numbers])
+def test_requests_of_very_many_items(daemon: Daemon, request_of: Callable[[str], bytes]) -> None:
+    with contextlib.ExitStack() as stack:
+        tokens, requests = [], []
+        for number in range(WORKERS):
+            client = stack.enter_context(StoreClient.connect(daemon.socket, daemon.broker, f"many-{number}", 30.0))
+            tokens.append(calls.token(client._connection.token))
+            requests.append(request_of(client.open_session(LAYOUT, 1024)))
+        with grows_little(daemon, MOST_BYTES):
+            asked = []
+            for token, request in zip(tokens, requests, strict=True):
+                channel = stack.enter_context(grpc.insecure_channel(f"unix:{daemon.socket}"))
+                hint = channel.stream_stream("/kvstore.v1.StoreService/HintImportance")
+                asked += [hint(iter([request]), timeout=30, metadata=token) for _ in range(CALLS_EACH)]
+            for call in asked:
+                with pytest.raises(grpc.RpcError) as raised:
+                    list(call)
+                assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_requests_that_are_not_read_yet_are_not_taken(daemon: Daemon) -> None:
+    """Behind calls whose requests do not come, others of the same caller wait outside of the daemon."""
+    waiting = lanes.WORKERS.caller_calls - 2 * lanes.WORKERS.caller_threads
+    with (
+        contextlib.closing(BrokerConnection(daemon.broker, "pushing", 10.0)) as connection,
+        grpc.insecure_channel(f"unix:{daemon.socket}") as channel,
+        grows_little(daemon, MOST_BYTES),
+    ):
+        lookup = channel.stream_stream("/kvstore.v1.StoreService/LookupPrefix")
+        late = [calls.Late() for _ in range(lanes.WORKERS.caller_threads)]
+        metadata = calls.token(connection.token)
+        asked = [lookup(request, timeout=3, metadata=metadata) for request in late]
+        asked += [lookup(iter([bytes(REQUEST_BYTES)]), timeout=3, metadata=metadata) for _ in range(waiting)]
+        for call in asked:
+            with pytest.raises(grpc.RpcError):
+                list(call)
+        for request in late:
+            request.end()
+
+
+def test_strangers_that_push_slowly(daemon: Daemon) -> None:
+    """Health needs no token: large requests whose end does not come are not waited for when there are many."""
+    with (
+        contextlib.closing(SlowPeer(daemon.socket, "/grpc.health.v1.Health/Check")) as peer,
+        grpc.insecure_channel(f"unix:{daemon.socket}") as channel,
+        grows_little(daemon, MOST_BYTES),
+    ):
+        peer.push(streams=100, size_bytes=REQUEST_BYTES)
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_requests_of_a_user_that_come_at_once_are_few() -> None:
+    """However many callers they have."""
+    reading, most = 0, 0
+
+    async def read() -> bytes:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        await asyncio.sleep(0.01)
+        reading -= 1
+        return b""
+
+    async def call(lane: lanes.Lane, number: int) -> None:
+        async with lane.place(Caller(f"caller {number % 16}", 7)) as place:
+            await place.receive(read)
+
+    async def crowd() -> None:
+        lane = lanes.Lane("test", lanes.WORKERS)
+        await asyncio.gather(*(call(lane, number) for number in range(64)))
+        lane.close()
+
+    asyncio.run(asyncio.wait_for(crowd(), 30.0))
+    assert most == lanes.WORKERS.user_requests
+
+
+def test_replies_are_bounded_by_their_bytes() -> None:
+    replies = Replies()
+    for number in range(64):
+        replies.once("caller", "method", f"key {number}", b"request", lambda: bytes(60_000), 1.0)
+    kept = [future.result() for _, future in replies._answers["caller"].values()]
+    assert kept
+    assert sum(map(len, kept)) <= REPLIES_BYTES_MAX
+    assert replies.once("caller", "method", "key 63", b"request", lambda: b"anew", 1.0) == bytes(60_000)
+
+
+def test_a_caller_that_has_left_leaves_no_replies() -> None:
+    """Its last call may come to its turn after its end."""
+    replies = Replies()
+    replies.forget("caller")
+
+    def refuse() -> bytes:
+        raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended")
+
+    with pytest.raises(StoreError):
+        replies.once("caller", "method", "key", b"request", refuse, 1.0)
+    assert not replies._answers
+
+
+def test_sessions_share_what_they_hold_of_a_pack() -> None:
+    registry = Registry(Limits(8, 8, 8, 8, 1 << 30, 1 << 30))
+    worker = registry.add_worker(7, 1, "worker")
+
+    def row(build: bytes) -> PackRow:
+        return PackRow(PackRef(bytes(32), build, 0, 256), bytes(32), LAYOUT, worker.tenant, 4096, created_s=1.0)
+
+    sessions = [registry.open(worker, LAYOUT, 1024) for _ in range(3)]
+    for session, build in zip(sessions, (b"a" * 16, b"a" * 16, b"b" * 16), strict=True):
+        registry.append(session, [row(build)])
+    first, second, third = (session.packs[0] for session in sessions)
+    assert first is second
+    assert third.ref.build == b"b" * 16  # it has been written anew meanwhile
+    for session in sessions:
+        registry.close(session)
+    assert registry.references_total() == 0
+    assert not registry._rows
+
+
+def test_large_sidecars_are_checked_in_pieces(daemon: Daemon) -> None:
+    """Put again, and verified: their content is nobody's request."""
+    with (
+        StoreClient.connect(daemon.socket, daemon.broker, "indexer", 60.0) as client,
+        AdminClient.connect(daemon.socket, daemon.broker, 60.0) as admin,
+    ):
+        victim = Victim(client, number=51)
+        key = SidecarKey(victim.pack.pack_id, victim.pack.build, "large")
+        content = bytes(SIDECAR_BYTES)
+        client.put_sidecar(key, content)
+        with grows_little(daemon, SIDECAR_BYTES // 2):
+            client.put_sidecar(key, content)
+            assert not any(found.bad_blocks or found.error for found in admin.verify([victim.pack.pack_id]))
+        assert client.get_sidecar(key) == content
+        victim.close()

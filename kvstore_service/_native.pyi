@@ -240,10 +240,10 @@ class DataPlane:
         fail_every: int = 0,
         reorder: bool = False,
         seed: int = 0,
+        only_thread: int = -1,
     ) -> None:
-        """For tests: stop the copy threads' serving (no tickets, copies or heartbeats, as if the daemon were stopped;
-        they still
-        run commands such as remove_worker), delay each run before
+        """For tests: stop the copy threads' serving, or that of `only_thread` (no tickets, copies or heartbeats, as if
+        the daemon were stopped; they still run commands such as remove_worker), delay each run before
         its first copy (exactly delay_us, or uniformly up to it), end every n-th run in ERROR/INTERNAL after half of
         its copies,
         complete runs of a ticket in random order."""

@@ -287,11 +287,11 @@ void bind_data_plane(nb::module_& m) {
       .def(
           "set_faults",
           [](DataPlane& plane, bool stopped, uint32_t delay_us, bool delay_random, uint32_t fail_every, bool reorder,
-             uint64_t seed) {
-            plane.set_faults(FaultOptions{stopped, delay_random, reorder, delay_us, fail_every, seed});
+             uint64_t seed, int only_thread) {
+            plane.set_faults(FaultOptions{stopped, delay_random, reorder, only_thread, delay_us, fail_every, seed});
           },
           "stopped"_a = false, "delay_us"_a = 0, "delay_random"_a = false, "fail_every"_a = 0, "reorder"_a = false,
-          "seed"_a = 0, NoGil());
+          "seed"_a = 0, "only_thread"_a = -1, NoGil());
 }
 
 #ifdef HEADGATE_IO_SHIM

@@ -20,11 +20,13 @@ constexpr auto kCallDeadline = std::chrono::seconds(5);
 
 }  // namespace
 
-CopyEngine::CopyEngine(EngineOptions options, Frames& frames, Counters& counters, Faults& faults, Trace& trace)
+CopyEngine::CopyEngine(EngineOptions options, Frames& frames, Counters& counters, Faults& faults, Trace& trace,
+                       std::function<void()> alarm)
     : options_(options),
       counters_(counters),
       faults_(faults),
-      service_(options.io_depth, options.bulk_bytes_max, frames, counters, faults, trace) {
+      service_(options.thread, options.io_depth, options.bulk_bytes_max, frames, counters, faults, trace,
+               std::move(alarm)) {
   thread_ = std::thread([this] { loop(); });
 }
 
@@ -48,7 +50,7 @@ void CopyEngine::loop() {
 // Every step is bounded, whatever the workers post: none of them is kept from being looked at for long.
 bool CopyEngine::turn() {
   bool worked = run_commands();  // 1  what the control plane asks
-  if (faults_.stopped.load(std::memory_order_relaxed)) return worked;
+  if (faults_.stops(options_.thread)) return worked;
   worked |= service_.reap();      // 2  verify some of what was read, free what was written
   worked |= service_.serve();     // 3  take tickets, plan, copy and answer, in fair turns for about 50 us
   worked |= service_.transfer();  // 4  submit reads and writes: decode, then bulk, then read-ahead
@@ -60,20 +62,20 @@ bool CopyEngine::run_commands() {
   if (!asked_.load(std::memory_order_acquire)) return false;
   std::unique_lock lock(mutex_);
   asked_.store(false, std::memory_order_relaxed);
-  bool any = !commands_.empty();
-  while (!commands_.empty()) {
-    std::shared_ptr<Command> command = std::move(commands_.front());
-    commands_.pop_front();
-    command->state = State::kBegun;
+  bool any = !calls_.empty();
+  while (!calls_.empty()) {
+    std::shared_ptr<Call> call = std::move(calls_.front());
+    calls_.pop_front();
+    call->state = State::kBegun;
     lock.unlock();
     try {
-      (*command->work)(service_);
+      (*call->command)(service_);
     } catch (...) {
-      command->error = std::current_exception();
+      call->error = std::current_exception();
     }
     lock.lock();
-    command->state = State::kDone;
-    command_done_.notify_all();
+    call->state = State::kDone;
+    call_done_.notify_all();
   }
   return any;
 }
@@ -81,7 +83,7 @@ bool CopyEngine::run_commands() {
 void CopyEngine::wait_for_work(bool worked) {
   uint64_t now = now_ns();
   if (worked) last_work_ns_ = now;
-  bool serving = !faults_.stopped.load(std::memory_order_relaxed);
+  bool serving = !faults_.stops(options_.thread);
   if (serving && (worked || service_.runnable())) return;
   if (serving && service_.transferring()) {
     service_.wait_for_transfer(kNapNs);
@@ -111,9 +113,9 @@ void CopyEngine::sleep() {
 
 bool CopyEngine::anything_to_take() const {
   if (stopping_.load(std::memory_order_acquire) || asked_.load(std::memory_order_acquire)) return true;
-  if (faults_.stopped.load(std::memory_order_relaxed)) return false;
+  if (faults_.stops(options_.thread)) return false;
   return std::any_of(service_.rings().begin(), service_.rings().end(),
-                     [](const RingWork* ring) { return ring->consumer->dead() || ring->consumer->ready(); });
+                     [](const RingWork* ring) { return ring->dead() || ring->consumer->ready(); });
 }
 
 void CopyEngine::drain() {
@@ -131,21 +133,50 @@ void CopyEngine::drain() {
 
 // --- commands ---
 
-void CopyEngine::call(const std::function<void(RingService&)>& command) {
-  auto entry = std::make_shared<Command>(Command{&command});
+void CopyEngine::call(const Command& command) { wait(post(command)); }
+
+void CopyEngine::call(std::span<CopyEngine* const> engines, const Command& command, size_t& done) {
+  done = 0;
+  std::vector<std::shared_ptr<Call>> calls(engines.size());
+  std::exception_ptr error;
+  for (size_t i = 0; i < engines.size(); ++i) {
+    try {
+      calls[i] = engines[i]->post(command);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  for (size_t i = 0; i < engines.size(); ++i) {
+    if (!calls[i]) continue;
+    try {
+      engines[i]->wait(calls[i]);
+      ++done;
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+std::shared_ptr<CopyEngine::Call> CopyEngine::post(const Command& command) {
+  auto call = std::make_shared<Call>(Call{&command, std::chrono::steady_clock::now() + kCallDeadline});
   std::unique_lock lock(mutex_);
-  if (!accepts_commands_) throw unavailable("the data plane is closed");
-  commands_.push_back(entry);
+  if (!accepts_calls_) throw unavailable("the data plane is closed");
+  calls_.push_back(call);
   nudge();
-  auto begun = [&] { return entry->state != State::kWaiting; };
-  if (!command_done_.wait_for(lock, kCallDeadline, begun)) {
-    std::erase(commands_, entry);
+  return call;
+}
+
+void CopyEngine::wait(const std::shared_ptr<Call>& call) {
+  std::unique_lock lock(mutex_);
+  if (!call_done_.wait_until(lock, call->deadline, [&] { return call->state != State::kWaiting; })) {
+    std::erase(calls_, call);
     add(counters_.calls_late);
     throw unavailable(
         "the copy thread does not answer; is the disk stuck? See the kernel's log, or restart the daemon");
   }
-  command_done_.wait(lock, [&] { return entry->state == State::kDone; });
-  if (entry->error) std::rethrow_exception(entry->error);
+  call_done_.wait(lock, [&] { return call->state == State::kDone; });
+  if (call->error) std::rethrow_exception(call->error);
 }
 
 void CopyEngine::nudge() {
@@ -157,7 +188,7 @@ void CopyEngine::nudge() {
 void CopyEngine::stop() {
   {
     std::unique_lock lock(mutex_);
-    accepts_commands_ = false;
+    accepts_calls_ = false;
   }
   stopping_.store(true, std::memory_order_release);
   nudge();

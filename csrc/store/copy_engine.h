@@ -2,11 +2,13 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <thread>
 
 #include "store/ring_service.h"
@@ -14,22 +16,30 @@
 namespace headgate {
 
 struct EngineOptions {
+  uint32_t thread;  // its number
   uint32_t io_depth;
   uint32_t spin_us;
   uint64_t bulk_bytes_max;  // in flight
 };
 
-// Every ring, slot and window of a worker belongs to one engine, so a window has one writer, and a command that runs
-// between steps sees no copy half done: what csrc/model asks of slot epochs and counts in flight needs no atomics
-// here.
+// A ring and its runs belong to one engine, and a command that runs between steps sees no copy half done: what
+// csrc/model asks of slot epochs and counts in flight needs no atomics here. What must hold for all rings of a worker
+// holds when the command has run on every engine that serves one.
 class CopyEngine {
  public:
-  CopyEngine(EngineOptions options, Frames& frames, Counters& counters, Faults& faults, Trace& trace);
+  using Command = std::function<void(RingService&)>;
+
+  // `alarm` makes every engine look around.
+  CopyEngine(EngineOptions options, Frames& frames, Counters& counters, Faults& faults, Trace& trace,
+             std::function<void()> alarm);
   ~CopyEngine();
 
   // Runs `command` on the thread, between steps, and waits for it; passes on what it throws. UNAVAILABLE once stopped,
   // and if the thread does not begin it within 5 s: then it never will. Commands wait for nothing.
-  void call(const std::function<void(RingService&)>& command);
+  void call(const Command& command);
+  // The same on several threads at once, within the same time; passes on the last error when all have ended, and
+  // leaves in `done` on how many it was carried out.
+  static void call(std::span<CopyEngine* const> engines, const Command& command, size_t& done);
   // Poisons every ring, waits some seconds for the I/O in flight, ends the thread. Idempotent.
   void stop();
   // Makes the thread look around (its faults changed).
@@ -37,11 +47,15 @@ class CopyEngine {
 
  private:
   enum class State : uint8_t { kWaiting, kBegun, kDone };
-  struct Command {
-    const std::function<void(RingService&)>* work;  // valid until it is done or taken back
+  struct Call {
+    const Command* command;  // valid until it is done or taken back
+    std::chrono::steady_clock::time_point deadline;
     State state = State::kWaiting;
     std::exception_ptr error;
   };
+
+  std::shared_ptr<Call> post(const Command& command);
+  void wait(const std::shared_ptr<Call>& call);
 
   void loop();
   bool turn();
@@ -58,9 +72,9 @@ class CopyEngine {
   uint64_t last_work_ns_ = 0;
 
   mutable std::mutex mutex_;
-  std::condition_variable command_done_;
-  std::deque<std::shared_ptr<Command>> commands_;
-  bool accepts_commands_ = true;
+  std::condition_variable call_done_;
+  std::deque<std::shared_ptr<Call>> calls_;
+  bool accepts_calls_ = true;
   std::atomic<bool> asked_{false};  // there may be commands
   std::atomic<bool> stopping_{false};
   std::atomic<uint32_t> command_word_{0};

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
 #include <thread>
 
 namespace headgate {
@@ -12,7 +11,8 @@ constexpr auto kNap = std::chrono::microseconds(200);
 constexpr auto kShrinkNap = std::chrono::microseconds(50);  // lets copy threads have the frames' mutex
 constexpr auto kDropDeadline = std::chrono::seconds(5);
 constexpr auto kLetGoDeadline = std::chrono::seconds(1);
-constexpr uint32_t kWaitMs = 2000;  // of a worker that does not say how long it waits
+constexpr auto kControlDeadline = std::chrono::seconds(10);  // another call of the worker may wait for 5 s
+constexpr uint32_t kWaitMs = 2000;                           // of a worker that does not say how long it waits
 constexpr uint64_t kNsPerMs = 1'000'000;
 // Bulk in flight, of all copy threads: about a millisecond of a slow device.
 constexpr uint64_t kBulkBytes = 1 << 20;
@@ -20,11 +20,6 @@ constexpr uint64_t kBulkBytesMin = 256 << 10;
 constexpr uint32_t kSlotsMax = 1 << 16;
 constexpr uint32_t kThreadsMax = 64;
 constexpr uint32_t kDepthMax = 4096;
-
-// The number of packs that still belong to the slot is given back when it is unbound.
-void unbound(const Binding& binding) {
-  for (const auto& pack : binding.packs()) --pack->bound;
-}
 
 template <typename Condition>
 bool eventually(std::chrono::nanoseconds deadline, Condition condition) {
@@ -40,8 +35,8 @@ DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent
   if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
   for (uint32_t i = 0; i < o.copy_threads; ++i)
     engines_.push_back(std::make_unique<CopyEngine>(
-        EngineOptions{o.io_depth, o.spin_us, std::max(kBulkBytes / o.copy_threads, kBulkBytesMin)}, frames_, counters_,
-        faults_, trace_));
+        EngineOptions{i, o.io_depth, o.spin_us, std::max(kBulkBytes / o.copy_threads, kBulkBytesMin)}, frames_,
+        counters_, faults_, trace_, [this] { nudge(); }));
   load_.resize(o.copy_threads);
 }
 
@@ -95,25 +90,25 @@ uint32_t DataPlane::upload_missing(uint32_t upload) { return find_upload(upload)
 void DataPlane::finish_upload(uint32_t upload) {
   UploadEntry entry = find_upload(upload);
   entry.upload->finish();
-  if (entry.owner) engine_of(*entry.owner).call([&](RingService&) { entry.owner->uploads.erase(upload); });
+  drop_upload(entry, upload);
   std::lock_guard lock(mutex_);
   uploads_.erase(upload);
 }
 
 void DataPlane::abort_upload(uint32_t upload) {
   UploadEntry entry = find_upload(upload);
-  abort(entry, upload);
+  drop_upload(entry, upload);
+  entry.upload->abort();
   std::lock_guard lock(mutex_);
   uploads_.erase(upload);
 }
 
-void DataPlane::abort(const UploadEntry& entry, uint32_t upload) {
-  if (entry.owner)
-    engine_of(*entry.owner).call([&](RingService& service) {
-      entry.owner->uploads.erase(upload);
-      service.give_up_upload(*entry.owner, upload);
-    });
-  entry.upload->abort();
+void DataPlane::drop_upload(const UploadEntry& entry, uint32_t upload) {
+  if (!entry.owner) return;
+  Worker& owner = *entry.owner;
+  auto controlled = control(owner);
+  call(owner, [&](RingService& service) { service.drop_upload(owner, upload); });
+  owner.uploads.erase(upload);
 }
 
 uint32_t DataPlane::open_pack(const std::string& path, uint32_t owner) {
@@ -198,67 +193,90 @@ void DataPlane::set_dram_quota(uint32_t owner, uint64_t bytes) {
 
 // --- workers ---
 
-uint32_t DataPlane::least_loaded() {
+// Counts a ring for the copy thread that has the fewest, the first one from `first` on.
+uint32_t DataPlane::least_loaded(uint32_t first) {
   std::lock_guard lock(mutex_);
-  uint32_t engine = uint32_t(std::min_element(load_.begin(), load_.end()) - load_.begin());
-  ++load_[engine];
-  return engine;
+  uint32_t best = first % load_.size();
+  for (size_t i = 0; i < load_.size(); ++i)
+    if (uint32_t next = uint32_t((first + i) % load_.size()); load_[next] < load_[best]) best = next;
+  ++load_[best];
+  return best;
+}
+
+std::unique_lock<Control> DataPlane::control(Worker& worker) {
+  std::unique_lock lock(worker.control, kControlDeadline);
+  if (!lock) throw unavailable("earlier calls for worker " + std::to_string(worker.id) + " wait for a copy thread");
+  return lock;
+}
+
+// Carries out a command on every copy thread that serves the worker.
+void DataPlane::call(Worker& worker, const CopyEngine::Command& command) {
+  std::vector<CopyEngine*> engines;
+  for (size_t i = 0; i < engines_.size(); ++i)
+    if (worker.shards[i]) engines.push_back(engines_[i].get());
+  size_t done = 0;
+  try {
+    CopyEngine::call(engines, command, done);
+  } catch (...) {
+    if (done > 0) {  // its threads disagree about slots or uploads
+      worker.closed = true;
+      nudge();
+    }
+    throw;
+  }
 }
 
 uint32_t DataPlane::add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes,
                                uint32_t slots, uint32_t owner, uint32_t wait_ms) {
   if (slots < 1 || slots > kSlotsMax) throw invalid_argument("slots must be 1..65536");
   uint64_t run_ns_max = uint64_t{wait_ms == 0 ? kWaitMs : wait_ms} * kNsPerMs * 3 / 4;
-  uint32_t id;
+  uint32_t id, home;
   {
     std::lock_guard lock(mutex_);
+    if (closed_) throw unavailable("the data plane is closed");
     id = next_id_++;
+    home = workers_made_++;
   }
-  const uint32_t engine = least_loaded();
-  std::shared_ptr<Worker> worker;
-  try {
-    worker = std::make_shared<Worker>(id, owner, engine, run_ns_max, window_fd, window_bytes, staging_fd, staging_bytes,
-                                      slots);
-    engines_[engine]->call([&](RingService& service) { service.add_worker(worker); });
-  } catch (...) {
-    std::lock_guard lock(mutex_);
-    --load_[engine];
-    throw;
-  }
+  auto worker = std::make_shared<Worker>(id, owner, home, uint32_t(engines_.size()), run_ns_max, window_fd,
+                                         window_bytes, staging_fd, staging_bytes, slots);
   std::lock_guard lock(mutex_);
+  if (closed_) throw unavailable("the data plane is closed");
   workers_[id] = std::move(worker);
   return id;
 }
 
 uint32_t DataPlane::add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry) {
   auto w = find_worker(worker);
-  const uint32_t index = w->rings_made++;
+  auto controlled = control(*w);
+  const uint32_t index = uint32_t(w->rings.size());
   auto ring = std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, uint64_t{worker} << 16 | index);
-  engine_of(*w).call([&](RingService& service) {
-    if (w->closed) throw failed_precondition("worker " + std::to_string(worker) + " is poisoned; register it anew");
-    service.add_ring(*w, std::move(ring));
-  });
+  // Otherwise the first rings of all workers, which decode, would come together.
+  const uint32_t engine = least_loaded(w->home + index);
+  try {
+    w->check_open();
+    w->rings.reserve(index + 1);
+    engines_[engine]->call([&](RingService& service) { service.add_ring(w, std::move(ring)); });
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    --load_[engine];
+    throw;
+  }
+  w->rings.push_back(engine);
   std::lock_guard lock(mutex_);
   ++rings_;
-  ++load_[w->engine];
   return index;
 }
 
 void DataPlane::remove_worker(uint32_t worker) {
   std::shared_ptr<Worker> w = find_worker(worker);
-  uint32_t slots = 0;
-  engine_of(*w).call([&](RingService& service) {
-    service.remove_worker(*w);
-    for (Slot& slot : w->slots) {
-      if (!slot.binding) continue;
-      unbound(*slot.binding);
-      slot.binding.reset();
-      ++slots;
-    }
-    w->uploads.clear();
-  });
   std::vector<UploadEntry> uploads;
   {
+    auto controlled = control(*w);
+    w->closed = true;
+    call(*w, [&](RingService& service) { service.remove_worker(*w); });
+    uint32_t slots = 0;
+    for (Slot& slot : w->slots) slots += slot.binding != nullptr, slot.binding.reset();
+    w->uploads.clear();
     std::lock_guard lock(mutex_);
     bound_slots_ -= slots;
     if (workers_.erase(worker) == 0) return;  // another call has removed it meanwhile
@@ -268,16 +286,18 @@ void DataPlane::remove_worker(uint32_t worker) {
       return owned;
     });
     rings_ -= uint32_t(w->rings.size());
-    load_[w->engine] -= uint32_t(1 + w->rings.size());
+    for (uint32_t engine : w->rings) --load_[engine];
   }
   for (UploadEntry& entry : uploads) entry.upload->abort();
   uploads.clear();
-  // Its memory is unmapped here, not by the copy thread, which it would hold up; a hanging disk leaves it no choice.
+  // Its memory is unmapped here, not by a copy thread, which it would hold up; a hanging disk leaves it no choice.
   eventually(kLetGoDeadline, [&] { return w.use_count() == 1; });
 }
 
 void DataPlane::own_upload(uint32_t worker, uint32_t upload) {
   auto w = find_worker(worker);
+  auto controlled = control(*w);
+  w->check_open();
   std::shared_ptr<Upload> file;
   {
     std::lock_guard lock(mutex_);
@@ -288,19 +308,16 @@ void DataPlane::own_upload(uint32_t worker, uint32_t upload) {
     found->second.owner = w;
     file = found->second.upload;
   }
-  engine_of(*w).call([&](RingService&) {
-    if (w->closed) throw failed_precondition("worker " + std::to_string(worker) + " is poisoned; register it anew");
-    w->uploads[upload] = file;
-  });
+  w->uploads[upload] = file;
+  call(*w, [&](RingService& service) { service.add_upload(*w, upload, file); });
 }
 
 // Counts the pack as bound before anyone could close it.
-std::shared_ptr<PackFile> DataPlane::bound_pack(uint32_t pack) {
+BoundPack DataPlane::bound_pack(uint32_t pack) {
   std::lock_guard lock(mutex_);
   auto found = packs_.find(pack);
   if (found == packs_.end()) throw not_found("pack " + std::to_string(pack) + " is not open");
-  ++found->second->bound;
-  return found->second;
+  return BoundPack(found->second);
 }
 
 uint32_t DataPlane::bind(uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs, uint32_t layers,
@@ -308,22 +325,15 @@ uint32_t DataPlane::bind(uint32_t worker, uint32_t slot, const std::vector<uint3
   auto w = find_worker(worker);
   if (slot >= w->slots.size())
     throw invalid_argument("slot " + std::to_string(slot) + " of " + std::to_string(w->slots.size()));
-  std::vector<std::shared_ptr<PackFile>> files;
-  uint32_t epoch = 0;
-  try {
-    for (uint32_t pack : packs) files.push_back(bound_pack(pack));
-    Binding binding(files, layers, lanes, std::move(windows), record_bytes, w->window.bytes());
-    engine_of(*w).call([&](RingService&) {
-      Slot& s = w->slots[slot];
-      if (w->closed) throw failed_precondition("worker " + std::to_string(worker) + " is poisoned; register it anew");
-      if (s.binding) throw failed_precondition("slot " + std::to_string(slot) + " is bound");
-      s.binding = std::move(binding);
-      epoch = ++s.epoch;
-    });
-  } catch (...) {
-    for (auto& file : files) --file->bound;
-    throw;
-  }
+  std::vector<BoundPack> bound;
+  for (uint32_t pack : packs) bound.push_back(bound_pack(pack));
+  auto binding =
+      std::make_shared<const Binding>(bound, layers, lanes, std::move(windows), record_bytes, w->window.bytes());
+  auto controlled = control(*w);
+  w->check_open();
+  if (w->slots[slot].binding) throw failed_precondition("slot " + std::to_string(slot) + " is bound");
+  const uint32_t epoch = w->slots[slot].epoch + 1;
+  set_slot(*w, slot, {epoch, std::move(binding)});
   std::lock_guard lock(mutex_);
   ++bound_slots_;
   return epoch;
@@ -331,34 +341,29 @@ uint32_t DataPlane::bind(uint32_t worker, uint32_t slot, const std::vector<uint3
 
 uint32_t DataPlane::extend(uint32_t worker, uint32_t slot, uint32_t pack) {
   auto w = find_worker(worker);
-  auto file = bound_pack(pack);
-  uint32_t records = 0;
-  try {
-    engine_of(*w).call([&](RingService&) {
-      if (slot >= w->slots.size() || !w->slots[slot].binding)
-        throw failed_precondition("slot " + std::to_string(slot) + " is not bound");
-      w->slots[slot].binding->append(file);
-      records = w->slots[slot].binding->records();
-    });
-  } catch (...) {
-    --file->bound;
-    throw;
-  }
-  return records;
+  BoundPack bound = bound_pack(pack);
+  auto controlled = control(*w);
+  w->check_open();
+  w->check_bound(slot);
+  auto binding = std::make_shared<Binding>(*w->slots[slot].binding);
+  binding->append(bound);
+  set_slot(*w, slot, {w->slots[slot].epoch, binding});
+  return binding->records();
 }
 
 void DataPlane::unbind(uint32_t worker, uint32_t slot) {
   auto w = find_worker(worker);
-  std::optional<Binding> old;  // ends here: packs may be closed with it
-  engine_of(*w).call([&](RingService& service) {
-    if (slot >= w->slots.size() || !w->slots[slot].binding)
-      throw failed_precondition("slot " + std::to_string(slot) + " is not bound");
-    service.give_up_slot(*w, slot);
-    unbound(*w->slots[slot].binding);
-    old.swap(w->slots[slot].binding);
-  });
+  auto controlled = control(*w);
+  w->check_bound(slot);
+  set_slot(*w, slot, {w->slots[slot].epoch, nullptr});
   std::lock_guard lock(mutex_);
   --bound_slots_;
+}
+
+// When it returns no thread goes by the former binding, which ends here, not in a copy thread.
+void DataPlane::set_slot(Worker& worker, uint32_t slot, const Slot& now) {
+  call(worker, [&](RingService& service) { service.set_slot(worker, slot, now); });
+  worker.slots[slot] = now;
 }
 
 // --- figures ---
@@ -432,7 +437,11 @@ void DataPlane::set_faults(const FaultOptions& o) {
   faults_.reorder = o.reorder;
   faults_.random = o.seed;
   faults_.runs_seen = 0;
-  faults_.stopped = o.stopped;
+  faults_.stopped = !o.stopped ? 0 : o.only_thread < 0 ? UINT64_MAX : uint64_t{1} << (o.only_thread % kThreadsMax);
+  nudge();
+}
+
+void DataPlane::nudge() {
   for (auto& engine : engines_) engine->nudge();
 }
 

@@ -23,6 +23,7 @@ struct DataPlaneOptions {
 
 struct FaultOptions {
   bool stopped, delay_random, reorder;
+  int only_thread;  // that stops; negative: all
   uint32_t delay_us, fail_every;
   uint64_t seed;
 };
@@ -90,12 +91,15 @@ class DataPlane {
   std::shared_ptr<PackFile> find_pack(uint32_t pack);
   std::shared_ptr<Worker> find_worker(uint32_t worker);
   UploadEntry find_upload(uint32_t upload);
-  std::shared_ptr<PackFile> bound_pack(uint32_t pack);
-  CopyEngine& engine_of(const Worker& worker) { return *engines_[worker.engine]; }
-  uint32_t least_loaded();
-  void let_go(std::shared_ptr<Worker> worker);
+  BoundPack bound_pack(uint32_t pack);
   void drop_frames(std::shared_ptr<PackFile> pack);
-  void abort(const UploadEntry& entry, uint32_t upload);
+  uint32_t least_loaded(uint32_t first);
+  // These with the worker's control lock held.
+  std::unique_lock<Control> control(Worker& worker);
+  void call(Worker& worker, const CopyEngine::Command& command);
+  void set_slot(Worker& worker, uint32_t slot, const Slot& now);
+  void drop_upload(const UploadEntry& entry, uint32_t upload);
+  void nudge();
 
   Counters counters_;
   Faults faults_;
@@ -111,8 +115,8 @@ class DataPlane {
   std::map<uint32_t, UploadEntry> uploads_;
   std::map<uint32_t, std::shared_ptr<Worker>> workers_;
   std::vector<std::shared_ptr<PackFile>> closing_packs_;  // closed, with frames that reads in flight still hold
-  std::vector<uint32_t> load_;                            // by engine: workers and rings
-  uint32_t rings_ = 0, bound_slots_ = 0;
+  std::vector<uint32_t> load_;                            // by engine: rings
+  uint32_t workers_made_ = 0, rings_ = 0, bound_slots_ = 0;
 };
 
 }  // namespace headgate

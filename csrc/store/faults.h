@@ -7,13 +7,15 @@
 namespace headgate {
 
 struct Faults {
-  std::atomic<bool> stopped{false};
+  std::atomic<uint64_t> stopped{0};  // copy threads, a bit each
   std::atomic<uint32_t> delay_us{0};
   std::atomic<bool> delay_random{false};
   std::atomic<uint32_t> fail_every{0};
   std::atomic<bool> reorder{false};
   std::atomic<uint64_t> runs_seen{0};
   std::atomic<uint64_t> random{0};
+
+  bool stops(uint32_t thread) const { return stopped.load(std::memory_order_relaxed) >> thread & 1; }
 
   // splitmix64: one atomic step per number, the same sequence for the same seed
   uint64_t next_random() {

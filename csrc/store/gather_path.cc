@@ -185,7 +185,7 @@ void GatherPath::keep(RunTask& t) {
   }
   uint64_t bytes = bytes_of(*t.portion);
   plan_bytes_ += bytes;
-  Owner& owner = t.worker->turns->owner;
+  Owner& owner = t.shard->turns->owner;
   owner.plan_bytes += bytes;
   owner.pinned[t.bulk()] += uint32_t(t.portion->uses.size());
 }
@@ -195,7 +195,7 @@ void GatherPath::release(RunTask& t) {
   frames_.release(t.portion->uses);
   uint64_t bytes = bytes_of(*t.portion);
   plan_bytes_ -= bytes;
-  Owner& owner = t.worker->turns->owner;
+  Owner& owner = t.shard->turns->owner;
   owner.plan_bytes -= bytes;
   owner.pinned[t.bulk()] -= uint32_t(t.portion->uses.size());
   t.portion.reset();
@@ -205,7 +205,7 @@ void GatherPath::release(RunTask& t) {
 // so that whoever comes next finds some; one that holds nothing gets what there is. An owner with a limit has a tier of
 // that size. The same goes for planning memory.
 uint32_t GatherPath::cold_max(const RunTask& t) const {
-  const Owner& owner = t.worker->turns->owner;
+  const Owner& owner = t.shard->turns->owner;
   uint32_t tier = std::min(frames_.count(), owner.frames.limit.load(std::memory_order_relaxed));
   uint32_t free = std::min(frames_.count() - std::min(frames_.count(), frames_.pinned()), owner.frames.pinnable());
   uint32_t portion = std::min(kPortionExtents, std::max(1u, tier / 4));
@@ -293,7 +293,7 @@ uint32_t GatherPath::copy_some(RunTask& t, Portion& p, uint64_t& cost) {
   const uint32_t bytes = binding.record_bytes();
   const uint32_t limit = step_records(bytes);
   const uint64_t end_ns = now_ns() + kStepNs;
-  uint8_t* lane = t.worker->window.base() + binding.window(t.layer, t.run.lane).offset;
+  uint8_t* lane = t.shard->worker.window.base() + binding.window(t.layer, t.run.lane).offset;
   if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = end_ns - kStepNs;
   const uint8_t* from[kRecordsAtOnce];
   uint8_t* to[kRecordsAtOnce];

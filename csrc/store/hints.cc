@@ -23,7 +23,7 @@ uint64_t Hints::step(RingWork& ring, TakenTicket& ticket) {
     ring.consumer->copy_pairs(ticket, ring.promoting.first_pair + ring.promoted, pairs);
     ring.promoted += uint32_t(pairs.size());
     cost = pairs.size() * kPairCost;
-    const Binding& binding = *ring.worker.slots[ring.promoting.slot].binding;
+    const Binding& binding = *ring.shard.slots[ring.promoting.slot].binding;
     known = GatherPath::validate(pairs, ring.promoting, ticket.layer, binding) == Fault::kNone;
     if (known) read_ahead(ring, ticket, pairs);
   }
@@ -39,8 +39,8 @@ bool Hints::begin(RingWork& ring, TakenTicket& ticket) {
   bool first = ring.promoted == 0;
   if (first) ring.promoting = ring.consumer->run(ticket, ticket.begun);
   const Run& run = ring.promoting;
-  if (run.slot >= ring.worker.slots.size()) return false;
-  const Slot& slot = ring.worker.slots[run.slot];
+  if (run.slot >= ring.shard.slots.size()) return false;
+  const Slot& slot = ring.shard.slots[run.slot];
   if (!slot.binding || slot.epoch != run.slot_epoch) return false;
   if (!first) return true;
   if (run.pair_count > ticket.records_left) return false;
@@ -51,7 +51,7 @@ bool Hints::begin(RingWork& ring, TakenTicket& ticket) {
 
 void Hints::read_ahead(RingWork& ring, const TakenTicket& ticket, std::span<const Pair> pairs) {
   const Run& run = ring.promoting;
-  const Binding& binding = *ring.worker.slots[run.slot].binding;
+  const Binding& binding = *ring.shard.slots[run.slot].binding;
   uint32_t per_block = records_per_block(binding.record_bytes());
   AheadJob job;
   for (const Pair& pair : pairs) {
@@ -60,12 +60,12 @@ void Hints::read_ahead(RingWork& ring, const TakenTicket& ticket, std::span<cons
     uint32_t block = pack->segment_block(0, ticket.layer, run.lane) + (pair.record - origin.first) / per_block;
     uint32_t extent = block / frames_.extent_blocks();
     if (job.pack != pack) {
-      ahead_.add(ring.worker.owner, std::move(job));
+      ahead_.add(ring.shard.worker.owner, std::move(job));
       job = {pack, {}, 0};
     }
     if (job.extents.empty() || job.extents.back() != extent) job.extents.push_back(extent);
   }
-  ahead_.add(ring.worker.owner, std::move(job));
+  ahead_.add(ring.shard.worker.owner, std::move(job));
 }
 
 }  // namespace headgate

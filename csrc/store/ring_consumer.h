@@ -29,7 +29,7 @@ struct TakenTicket {
   uint64_t first_copy_ns = 0;
 };
 
-// Used by one copy thread only, which also owns every other ring of the same worker; made by any.
+// Used by one copy thread only; made by any.
 class RingConsumer {
  public:
   // Formats both headers of two fresh, zeroed memories: touching every cell would cost what the peer only declared.

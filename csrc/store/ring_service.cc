@@ -31,9 +31,11 @@ constexpr uint64_t kChargedNsMax = 200 * kMicrosecond;
 
 }  // namespace
 
-RingService::RingService(uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames, Counters& counters, Faults& faults,
-                         Trace& trace)
-    : frames_(frames),
+RingService::RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames,
+                         Counters& counters, Faults& faults, Trace& trace, std::function<void()> alarm)
+    : thread_(thread),
+      alarm_(std::move(alarm)),
+      frames_(frames),
       counters_(counters),
       faults_(faults),
       trace_(trace),
@@ -106,8 +108,8 @@ void RingService::tend() {
     give_up_late(*rings_[next_tend_]);
   }
   for (size_t i = leaving_.size(); i-- > 0;)
-    if (std::all_of(leaving_[i]->rings.begin(), leaving_[i]->rings.end(), [](auto& r) { return r->tasks.empty(); })) {
-      part(*leaving_[i]);
+    if (Shard& shard = shard_of(*leaving_[i]); at_rest(shard)) {
+      part(shard);
       leaving_.erase(leaving_.begin() + ptrdiff_t(i));
     }
   if (now_ - last_heartbeat_ns_ < kHeartbeatNs) return;
@@ -121,7 +123,7 @@ bool RingService::look(size_t count) {
   for (size_t i = 0, all = rings_.size(); i < count && i < all; ++i) {
     next_look_ = next_look_ + 1 < rings_.size() ? next_look_ + 1 : 0;
     RingWork& ring = *rings_[next_look_];
-    if (ring.consumer->dead()) return close_worker(ring.worker), true;
+    if (ring.dead()) return close(ring.shard), true;
     if (ring.busy() || !ring.consumer->ready()) continue;
     ring.wake();
     any = true;
@@ -153,13 +155,13 @@ void RingService::serve_ring(RingWork& ring) {
   uint64_t cost = 0;
   const uint64_t began_ns = now_ns();
   try {
-    if (ring.consumer->dead()) return close_worker(ring.worker);
+    if (ring.dead()) return close(ring.shard);
     take(ring);
     while (cost < kTurnCost && work(ring, cost))
       cost = std::max(cost + kStepCost, kCostPerNs * std::min(now_ns() - began_ns, kChargedNsMax));
   } catch (...) {
     add(counters_.worker_faults);
-    return close_worker(ring.worker);
+    return close(ring.shard);
   }
   ring.charge(cost + kStepCost);
   if (!has_work(ring)) ring.rest();
@@ -226,7 +228,7 @@ bool RingService::begin_next(RingWork& ring, uint64_t& cost) {
 
 void RingService::begin(RunTask& t, RingWork& ring, TakenTicket& ticket, uint32_t index) {
   ++tasks_;
-  t.ring = &ring, t.ticket = &ticket, t.worker = &ring.worker;
+  t.ring = &ring, t.ticket = &ticket, t.shard = &ring.shard;
   t.index = index, t.run = ring.consumer->run(ticket, index), t.layer = ticket.layer, t.op = ticket.op;
   t.fail_at_end = t.ended = t.cold = false;
   t.fault = Fault::kNone;
@@ -252,8 +254,8 @@ Status RingService::admit(RunTask& t) {
     return t.fault == Fault::kNone ? Status::kOk : Status::kError;
   }
   t.fault = Fault::kInvalidArgument;
-  if ((t.op != Op::kGather && t.op != Op::kRange) || t.run.slot >= t.worker->slots.size()) return Status::kError;
-  const Slot& slot = t.worker->slots[t.run.slot];
+  if ((t.op != Op::kGather && t.op != Op::kRange) || t.run.slot >= t.shard->slots.size()) return Status::kError;
+  const Slot& slot = t.shard->slots[t.run.slot];
   if (!slot.binding || slot.epoch != t.run.slot_epoch) {
     t.fault = Fault::kAborted;
     return Status::kStale;
@@ -345,7 +347,7 @@ void RingService::let_go(RunTask& t) {
 void RingService::answer(RingWork& ring, TakenTicket& ticket, uint32_t index, Status status, Fault fault) {
   count(status);
   if (status == Status::kOk) ring.last_progress_ns = now_;
-  ring.worker.window.fence();
+  ring.shard.worker.window.fence();
   if (!ring.consumer->complete(ticket, index, status, fault)) return;
   uint64_t now = now_ns();
   trace_.record({ring.consumer->id(), ticket.seq, uint64_t{ticket.step} << 16 | ticket.layer, ticket.seen_ns,
@@ -371,7 +373,7 @@ void RingService::give_up_if(RingWork& ring, Predicate predicate, Status status,
     RunTask& t = *ring.tasks[i];
     if (!t.ended && predicate(t)) finish(t, status, fault);
   }
-  if (!ring.worker.closed) ring.wake();
+  if (!ring.shard.closed) ring.wake();
 }
 
 // --- time ---
@@ -379,7 +381,7 @@ void RingService::give_up_if(RingWork& ring, Predicate predicate, Status status,
 // Decode waits from when its ticket was taken, bulk from when its ring last got on: a long restore is not late.
 bool RingService::late(const RingWork& ring, const TakenTicket& ticket) const {
   uint64_t since = ticket.op == Op::kGather ? ticket.seen_ns : std::max(ticket.seen_ns, ring.last_progress_ns);
-  return now_ > since + ring.worker.run_ns_max;
+  return now_ > since + ring.shard.worker.run_ns_max;
 }
 
 // The worker must hear of a slow disk before its own wait ends. A read in flight ends later, in its frame.
@@ -405,30 +407,34 @@ void RingService::end_delays() {
 
 // --- workers ---
 
-void RingService::add_worker(std::shared_ptr<Worker> worker) {
+void RingService::add_ring(const std::shared_ptr<Worker>& worker, std::unique_ptr<RingConsumer> ring) {
+  if (!worker->shards[thread_]) join(worker);
+  Shard& shard = shard_of(*worker);
+  const size_t number = worker->rings.size();
+  shard.rings.push_back(std::make_unique<RingWork>(shard, std::move(ring), number));
+  // Not every bell of many rings wakes this thread at once (Bells): the first ring of each worker goes first.
+  auto behind = std::upper_bound(rings_.begin(), rings_.end(), number,
+                                 [](size_t n, const RingWork* other) { return n < other->number; });
+  rings_.insert(behind, shard.rings.back().get());
+}
+
+void RingService::join(const std::shared_ptr<Worker>& worker) {
   std::unique_ptr<Owner>& owner = owners_[worker->owner];
   if (!owner)
     owner = std::make_unique<Owner>(worker->owner, frames_.account(worker->owner), turns_, transfers_.roots());
   ++owner->workers;
-  worker->turns = std::make_unique<WorkerTurns>(*owner);
-  workers_.push_back(std::move(worker));
+  worker->shards[thread_] = std::make_unique<Shard>(*worker, std::make_unique<WorkerTurns>(*owner));
+  workers_.push_back(worker);
 }
 
-void RingService::add_ring(Worker& worker, std::unique_ptr<RingConsumer> ring) {
-  const size_t number = worker.rings.size();
-  worker.rings.push_back(std::make_unique<RingWork>(worker, std::move(ring), number));
-  // Not every bell of many rings wakes this thread at once (Bells): the first ring of each worker goes first.
-  auto behind = std::upper_bound(rings_.begin(), rings_.end(), number,
-                                 [](size_t n, const RingWork* other) { return n < other->number; });
-  rings_.insert(behind, worker.rings.back().get());
-}
-
-void RingService::close_worker(Worker& worker) {
-  if (worker.closed) return;
-  worker.closed = true;
-  std::erase_if(rings_, [&](const RingWork* ring) { return &ring->worker == &worker; });
+// The first thread that closes its shard tells the others, which do so at their next look: none waits for another.
+void RingService::close(Shard& shard) {
+  if (shard.closed) return;
+  shard.closed = true;
+  if (!shard.worker.closed.exchange(true)) alarm_();
+  std::erase_if(rings_, [&](const RingWork* ring) { return &ring->shard == &shard; });
   next_look_ = next_tend_ = 0;
-  for (auto& ring : worker.rings) {
+  for (auto& ring : shard.rings) {
     ring->consumer->poison();
     for (size_t i = ring->tasks.size(); i-- > 0;) {
       if (ring->tasks[i]->ended) continue;
@@ -441,49 +447,64 @@ void RingService::close_worker(Worker& worker) {
 }
 
 void RingService::close_all() {
-  for (auto& worker : workers_) close_worker(*worker);
+  for (auto& worker : workers_) close(shard_of(*worker));
 }
 
 void RingService::remove_worker(Worker& worker) {
-  close_worker(worker);
+  Shard& shard = shard_of(worker);
+  close(shard);
+  for (Slot& slot : shard.slots) slot.binding.reset();
+  shard.uploads.clear();
   auto found = std::find_if(workers_.begin(), workers_.end(), [&](const auto& w) { return w.get() == &worker; });
   if (found == workers_.end()) return;
-  bool at_rest =
-      std::all_of(worker.rings.begin(), worker.rings.end(), [](const auto& ring) { return ring->tasks.empty(); });
-  if (at_rest) {
-    part(worker);
+  if (at_rest(shard)) {
+    part(shard);
   } else {
     leaving_.push_back(*found);
   }
   workers_.erase(found);
 }
 
+bool RingService::at_rest(const Shard& shard) {
+  return std::all_of(shard.rings.begin(), shard.rings.end(), [](const auto& ring) { return ring->tasks.empty(); });
+}
+
 // Its owner's share goes with the owner's last worker.
-void RingService::part(Worker& worker) {
-  auto owner = owners_.find(worker.owner);
+void RingService::part(Shard& shard) {
+  auto owner = owners_.find(shard.worker.owner);
   if (--owner->second->workers > 0) return;
-  ahead_.forget_owner(worker.owner);
+  ahead_.forget_owner(shard.worker.owner);
   owners_.erase(owner);
 }
 
-void RingService::give_up_slot(Worker& worker, uint32_t slot) {
-  for (auto& ring : worker.rings)
-    give_up_if(
-        *ring, [&](const RunTask& t) { return t.op != Op::kStore && t.run.slot == slot; }, Status::kStale,
-        Fault::kAborted);
+void RingService::set_slot(Worker& worker, uint32_t number, const Slot& now) {
+  Shard& shard = shard_of(worker);
+  Slot& slot = shard.slots[number];
+  if (now.epoch != slot.epoch || !now.binding)
+    for (auto& ring : shard.rings)
+      give_up_if(
+          *ring, [&](const RunTask& t) { return t.op != Op::kStore && t.run.slot == number; }, Status::kStale,
+          Fault::kAborted);
+  slot = now;
 }
 
-void RingService::give_up_upload(Worker& worker, uint32_t upload) {
-  for (auto& ring : worker.rings)
+void RingService::add_upload(Worker& worker, uint32_t number, const std::shared_ptr<Upload>& upload) {
+  shard_of(worker).uploads[number] = upload;
+}
+
+void RingService::drop_upload(Worker& worker, uint32_t number) {
+  Shard& shard = shard_of(worker);
+  shard.uploads.erase(number);
+  for (auto& ring : shard.rings)
     give_up_if(
-        *ring, [&](const RunTask& t) { return t.op == Op::kStore && t.run.slot == upload; }, Status::kError,
+        *ring, [&](const RunTask& t) { return t.op == Op::kStore && t.run.slot == number; }, Status::kError,
         Fault::kAborted);
 }
 
 uint64_t RingService::runs_in_flight() const {
   uint64_t count = 0;
   for (auto& worker : workers_)
-    for (auto& ring : worker->rings) count += ring->live;
+    for (auto& ring : shard_of(*worker).rings) count += ring->live;
   return count;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <vector>
@@ -23,8 +24,9 @@ namespace headgate {
 // next one, from where it stopped.
 class RingService {
  public:
-  RingService(uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames, Counters& counters, Faults& faults,
-              Trace& trace);
+  // `thread` numbers the copy threads of a data plane; `alarm` makes all of them look around.
+  RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames, Counters& counters,
+              Faults& faults, Trace& trace, std::function<void()> alarm);
 
   // The loop's steps; each says whether it did anything.
   bool reap();      // verifies what was read, frees what was written
@@ -39,16 +41,18 @@ class RingService {
   void wait_for_transfer(uint64_t ns) { io_.wait(ns); }
   const std::vector<RingWork*>& rings() const { return rings_; }  // of workers that are not closed
 
-  // What the control plane asks for, between steps.
-  void add_worker(std::shared_ptr<Worker> worker);
-  void add_ring(Worker& worker, std::unique_ptr<RingConsumer> ring);
-  // Poison is final: no ticket of any of its rings is taken, and no run of it goes on.
-  void close_worker(Worker& worker);
+  // What the control plane asks for, between steps. With its first ring a worker has a shard here; other commands are
+  // for workers that have one.
+  void add_ring(const std::shared_ptr<Worker>& worker, std::unique_ptr<RingConsumer> ring);
+  // Poison is final: no ticket of any ring is taken, and no run goes on.
   void close_all();
-  // The same; the last reference goes when its transfers have ended.
+  // The same for one worker, whose slots and uploads are given up; the last reference goes when its transfers have
+  // ended.
   void remove_worker(Worker& worker);
-  void give_up_slot(Worker& worker, uint32_t slot);      // its runs end STALE
-  void give_up_upload(Worker& worker, uint32_t upload);  // its runs end in ERROR/ABORTED
+  // Runs of an earlier epoch, or of one that ends, end STALE.
+  void set_slot(Worker& worker, uint32_t number, const Slot& now);
+  void add_upload(Worker& worker, uint32_t number, const std::shared_ptr<Upload>& upload);
+  void drop_upload(Worker& worker, uint32_t number);  // its runs end in ERROR/ABORTED
   void read_ahead(uint32_t owner, AheadJob job) { ahead_.add(owner, std::move(job)); }
   void forget_pack(const PackFile* pack) { ahead_.forget(pack); }
   uint64_t runs_in_flight() const;
@@ -79,8 +83,14 @@ class RingService {
   bool late(const RingWork& ring, const TakenTicket& ticket) const;
   void give_up_late(RingWork& ring);
   void end_delays();
-  void part(Worker& worker);
+  Shard& shard_of(const Worker& worker) const { return *worker.shards[thread_]; }
+  void join(const std::shared_ptr<Worker>& worker);
+  void close(Shard& shard);
+  static bool at_rest(const Shard& shard);
+  void part(Shard& shard);
 
+  const uint32_t thread_;
+  const std::function<void()> alarm_;
   Frames& frames_;
   Counters& counters_;
   Faults& faults_;

@@ -38,6 +38,7 @@ struct Owner {
   uint32_t pinned[2] = {};  // frames; by decode, by bulk
 };
 
+// A worker's share of its owner's, on one copy thread.
 struct WorkerTurns {
   explicit WorkerTurns(Owner& owner)
       : owner(owner),
@@ -54,8 +55,11 @@ struct RingWork : FairNode {
   // Runs that may be under way at once: none waits for the disk behind more than these, none is begun beyond them.
   static constexpr uint32_t kWindow = 128;
 
-  RingWork(Worker& worker, std::unique_ptr<RingConsumer> ring, size_t number)
-      : FairNode(&worker.turns->turn), worker(worker), consumer(std::move(ring)), number(number) {}
+  RingWork(Shard& shard, std::unique_ptr<RingConsumer> ring, size_t number)
+      : FairNode(&shard.turns->turn), shard(shard), consumer(std::move(ring)), number(number) {}
+
+  // Poisoned, or another ring of its worker is.
+  bool dead() const { return shard.worker.closed.load(std::memory_order_acquire) || consumer->dead(); }
 
   RunTask& new_task() {
     if (spare.empty()) spare.push_back(std::make_unique<RunTask>());
@@ -75,7 +79,7 @@ struct RingWork : FairNode {
     tasks.pop_back();
   }
 
-  Worker& worker;
+  Shard& shard;
   std::unique_ptr<RingConsumer> consumer;
   const size_t number;  // among the worker's
   std::vector<std::unique_ptr<RunTask>> tasks, spare;

@@ -8,8 +8,7 @@
 #include "core/ring.h"
 #include "store/frames.h"
 #include "store/ring_consumer.h"
-#include "store/upload.h"
-#include "store/worker.h"
+#include "store/shard.h"
 
 namespace headgate {
 
@@ -29,7 +28,7 @@ struct RunTask {
   // where it came from
   RingWork* ring;
   TakenTicket* ticket;
-  Worker* worker;
+  Shard* shard;
   uint32_t index;
   Run run;
   uint16_t layer;
@@ -56,7 +55,7 @@ struct RunTask {
   RunTask *before, *after;
 
   bool bulk() const { return op != Op::kGather; }
-  const Binding& binding() const { return *worker->slots[run.slot].binding; }
+  const Binding& binding() const { return *shard->slots[run.slot].binding; }
 };
 
 // Runs that wait for the same thing, the longest waiting first. A run is in one list at most.

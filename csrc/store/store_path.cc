@@ -21,22 +21,22 @@ StorePath::StorePath(IoEngine& io, Counters& counters)
 }
 
 Fault StorePath::begin(RunTask& t) {
-  auto owned = t.worker->uploads.find(t.run.slot);
-  if (owned == t.worker->uploads.end()) return Fault::kInvalidArgument;
+  auto owned = t.shard->uploads.find(t.run.slot);
+  if (owned == t.shard->uploads.end()) return Fault::kInvalidArgument;
   const PackHeader& h = owned->second->header();
   if (t.run.kind >= h.kind_count || t.layer >= h.layers || t.run.lane >= h.kinds[t.run.kind].lanes)
     return Fault::kInvalidArgument;
   const KindHeader& kind = h.kinds[t.run.kind];
   uint64_t records = uint64_t{h.tokens} * kind.record_bytes;
   uint64_t map = t.run.kind == 0 ? h.tokens * sizeof(uint16_t) : 0;
-  uint64_t staged = t.worker->staging.bytes();
+  uint64_t staged = t.shard->worker.staging.bytes();
   if (t.run.arg > staged || records + map > staged - t.run.arg) return Fault::kInvalidArgument;
   Fault refused = owned->second->begin_segment(t.run.kind, t.layer, t.run.lane);
   if (refused != Fault::kNone) return refused;
   t.upload = owned->second;
   t.next_block = 0;
   t.blocks = uint32_t(kind.segment_bytes / kBlockBytes);
-  if (map > 0) t.upload->set_map(t.layer, t.run.lane, t.worker->staging.data() + t.run.arg + records);
+  if (map > 0) t.upload->set_map(t.layer, t.run.lane, t.shard->worker.staging.data() + t.run.arg + records);
   return Fault::kNone;
 }
 
@@ -55,7 +55,7 @@ uint64_t StorePath::write(RunTask& t) {
   const PackHeader& h = t.upload->header();
   const KindHeader& kind = h.kinds[t.run.kind];
   const uint32_t per_block = records_per_block(kind.record_bytes);
-  const uint8_t* staged = t.worker->staging.data() + t.run.arg;
+  const uint8_t* staged = t.shard->worker.staging.data() + t.run.arg;
   uint64_t segment_off = kind.data_off + (uint64_t{t.layer} * kind.lanes + t.run.lane) * kind.segment_bytes;
   uint32_t first_block = uint32_t(segment_off / kBlockBytes) - 1;
 

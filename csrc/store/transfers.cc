@@ -7,7 +7,7 @@ namespace {
 
 constexpr size_t kExtentsAtOnce = 8;  // claimed under one lock
 
-TransferLeaf& leaf_of(RunTask& t) { return t.worker->turns->transfers[size_t(transfer_of(t.op))]; }
+TransferLeaf& leaf_of(RunTask& t) { return t.shard->turns->transfers[size_t(transfer_of(t.op))]; }
 
 }  // namespace
 

@@ -23,8 +23,8 @@ class Upload {
   const PackHeader& header() const { return header_; }
   int fd() const { return fd_.get(); }
 
-  // Called by the copy thread that owns the upload. begin_segment: kNone, or why the segment is refused; after kNone
-  // end_segment must follow, once no write of the segment is in flight.
+  // Called by copy threads, for a segment by the one that began it. begin_segment: kNone, or why the segment is
+  // refused; after kNone end_segment must follow, once no write of the segment is in flight.
   Fault begin_segment(uint32_t kind, uint32_t layer, uint32_t lane);
   void end_segment(uint32_t kind, uint32_t layer, uint32_t lane, bool written);
   void set_map(uint32_t layer, uint32_t lane, const uint8_t* map);    // u16[tokens], any alignment

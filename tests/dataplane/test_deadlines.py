@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -16,6 +12,7 @@ from decode_worker._native import OP_GATHER, OP_RANGE, OP_STORE
 from kvstore_service._native import RingGeometry
 from tests.faults.conftest import shim
 from tests.support.rig import ERROR, NO_PAIRS, OK, UNAVAILABLE, WAIT_US, Rig, run, spec
+from tests.support.shimmed import shimmed
 
 __all__ = ["shim"]
 
@@ -77,28 +74,6 @@ def test_histograms_count_every_ticket_and_read(directory, rng):
             assert bounds == [2**i for i in range(25)]
             assert len(counts) == 26
             assert sum_us >= sum(count * bound // 2 for bound, count in zip(bounds, counts, strict=False) if bound > 1)
-
-
-def shimmed(shim: Path, script: str, directory: Path) -> None:
-    """Runs a script in a process whose data plane is the shim's build."""
-    prologue = f"""
-    import importlib.util, sys, time
-    from pathlib import Path
-    import numpy as np
-    import kvstore_service
-    found = importlib.util.spec_from_file_location("kvstore_service._native", {str(shim)!r})
-    native = importlib.util.module_from_spec(found)
-    sys.modules["kvstore_service._native"] = kvstore_service._native = native
-    found.loader.exec_module(native)
-    from tests.support.rig import ERROR, NO_PAIRS, OK, UNAVAILABLE, WAIT_US, Rig, run, until
-    from decode_worker._native import OP_GATHER, OP_RANGE, OP_STORE
-    rng, directory, SECOND = np.random.default_rng(0), Path({str(directory)!r}), 1_000_000
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(prologue) + textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 STALLED_DISK = """

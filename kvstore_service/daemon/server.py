@@ -14,6 +14,7 @@ import signal
 import socket
 import sqlite3
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from kvstore_service.shared.types import StoreError
 STORE_SERVICE = "kvstore.v1.StoreService"
 ADMIN_SERVICE = "kvstore.v1.AdminService"
 GRACE_S = 1.0
+END_S = 20.0  # after draining; whatever hangs then is left behind
 
 log = logging.getLogger("kvstored")
 
@@ -182,6 +184,9 @@ def serve(make: Callable[[], Daemon]) -> int:
             print(daemon.ready_line(), flush=True)
             _notify("READY=1")
         ending.recv(1)
+        last = threading.Timer(daemon.config.drain_s + END_S, _give_up)
+        last.daemon = True
+        last.start()
         _notify("STOPPING=1")
         logs.event(log, logging.INFO, "draining", pid=os.getpid())
         daemon.drain(daemon.config.drain_s, signalled)
@@ -255,6 +260,12 @@ def _ending() -> socket.socket:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     return reader
+
+
+def _give_up() -> None:
+    """What was acknowledged is durable: the next start needs nothing of what hangs here."""
+    logs.event(log, logging.ERROR, "did not end in order", pid=os.getpid())
+    os._exit(1)
 
 
 def _credentials(directory: Path) -> grpc.ServerCredentials:

@@ -24,7 +24,15 @@ def test_the_data_planes_tests_leave_no_report(sanitizer: str, tmp_path: Path) -
     sanitized.build(folder, sanitizer, "store_native")
     (module,) = (folder / "kvstore_service").glob("_native.*.so")
     # How much processor time and memory is used says nothing here.
-    what = ("tests/dataplane", "-q", "-k", "not cpu and not bounded_memory", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/tests")
+    what = (
+        "tests/dataplane",
+        "-q",
+        "-k",
+        "not cpu and not bounded_memory",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path}/tests",
+    )
     done = subprocess.run(
         [sys.executable, "-m", "tests.hostile.sanitized", module, *what],
         cwd=ROOT, env=sanitized.environment(sanitizer, report), capture_output=True, text=True, timeout=600,

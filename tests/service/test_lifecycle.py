@@ -52,6 +52,29 @@ def test_sigterm_waits_for_open_sessions_and_refuses_new_ones(daemon: Daemon) ->
         assert process.wait(10) == 0
 
 
+HANGING = """
+import sys, threading
+from kvstore_service.daemon import server
+server.END_S = 0.5
+server.Daemon.close = lambda self: threading.Event().wait(60)
+sys.exit(server.main(sys.argv[1:]))
+"""
+
+
+def test_sigterm_ends_a_daemon_that_hangs(tmp_path: Path) -> None:
+    where = [f"--data-dir={tmp_path}/data", f"--socket={tmp_path}/s", f"--broker={tmp_path}/b"]
+    options = ["--dram-bytes=16MiB", "--metrics-addr=off", "--drain-s=0"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, *where, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("kvstored ready")
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "did not end in order" in log
+
+
 def test_sigterm_does_not_wait_for_ever(daemon: Daemon) -> None:
     with StoreClient.connect(daemon.socket, daemon.broker) as client:
         client.open_session(LAYOUT, 1024)

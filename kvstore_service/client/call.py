@@ -20,6 +20,7 @@ from grpc_status import rpc_status
 from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.shared.types import StoreError, Violation
 
+CONNECTION_BROKEN = "CONNECTION_BROKEN"
 COMMIT_TIMEOUT_S = 120.0
 ALIVE_S = 0.1
 RECONNECT_S = 0.05
@@ -127,8 +128,7 @@ class Client:
         """How long to wait before the same call again; None if it would not help."""
         if error.reason == "OVERLOADED" and error.retry_after_s is not None:
             return error.retry_after_s * (1.0 + random.random())  # so that those who were refused together part
-        broken = error.code == "UNAVAILABLE" and error.reason == error.code
-        return RECONNECT_S if broken and not self.gone else None
+        return RECONNECT_S if error.reason == CONNECTION_BROKEN and not self.gone else None
 
     @contextlib.contextmanager
     def _typed_errors(self, request_id: str) -> Iterator[None]:
@@ -179,6 +179,8 @@ def _store_error(error: grpc.RpcError, request_id: str) -> StoreError:
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
     message = error.details() if isinstance(error, grpc.Call) else str(error)
+    if code == "UNAVAILABLE" and status is None:
+        reason = CONNECTION_BROKEN  # gRPC's own word; the daemon's, such as a disk's error, comes with its status
     if code == "DEADLINE_EXCEEDED" and status is None:  # the client's own clock, for which gRPC has many words
         message = "the call's deadline has passed"
     return StoreError(code, message or code, retry_after_s, violations, request_id, reason)

@@ -117,3 +117,20 @@ def test_refusals_that_time_alone_does_not_cure_are_not_repeated(daemon: Daemon)
             client.open_session(LAYOUT, 1024)
         assert (raised.value.code, raised.value.reason) == ("UNAVAILABLE", "DRAINING")
         assert client.rpc_count == 1
+
+
+def test_an_answer_that_was_lost_is_taken_back_only_if_nobody_asked_again() -> None:
+    replies, acted = Replies(), list[int]()
+
+    def once() -> bytes:
+        acted.append(len(acted))
+        return str(acted[-1]).encode()
+
+    def ask() -> bytes:
+        return replies.once("caller", "method", "key", b"request", once, 10.0)
+
+    assert ask() == b"0"
+    assert replies.withdraw("caller", "method", "key")
+    assert [ask(), ask()] == [b"1", b"1"]
+    assert not replies.withdraw("caller", "method", "key")
+    assert ask() == b"1"

@@ -31,6 +31,12 @@ class Call:
     began_s: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     undo: Callable[[], object] | None = None  # of what only the caller can end, should it leave before it hears of it
+    stands: Callable[[], bool] = lambda: False  # whether a repeated call has been given this one's answer
+
+    def take_back(self) -> None:
+        """Of an answer that was lost: undoes what it says, unless the caller has got it by asking again."""
+        if self.undo is not None and not self.stands():
+            self.undo()
 
     @property
     def worker(self) -> Worker:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
 
 from kvstore_service.shared.types import StoreError
 
@@ -16,6 +17,18 @@ REPLY_BYTES_MAX = 64 << 10  # what is larger is not kept
 IDEMPOTENCY_KEY_MAX = 128
 
 
+@dataclass(eq=False)
+class _Kept:
+    digest: bytes  # of the request
+    future: Future[bytes] = field(default_factory=Future)
+    repeated: bool = False  # somebody has got this answer, or waits for it, by asking again
+
+    @property
+    def size_bytes(self) -> int:
+        """0 while the call is under way."""
+        return len(self.future.result()) if self.future.done() and self.future.exception() is None else 0
+
+
 class Replies:
     """A repeated call gets the first one's answer, and waits for it if it is still under way; failures are not kept.
 
@@ -23,7 +36,7 @@ class Replies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._answers: dict[str, OrderedDict[tuple[str, str], tuple[bytes, Future[bytes]]]] = {}
+        self._answers: dict[str, OrderedDict[tuple[str, str], _Kept]] = {}
 
     def once(
         self, caller: str, method: str, key: str, request: bytes, act: Callable[[], bytes], timeout_s: float
@@ -43,9 +56,10 @@ class Replies:
         with self._lock:
             answers = self._answers.setdefault(caller, OrderedDict())
             first = answers.get(name)
-            if first is None:
-                future: Future[bytes] = Future()
-                answers[name] = (digest, future)
+            if first is not None:
+                first.repeated = True
+            else:
+                future = answers.setdefault(name, _Kept(digest)).future
                 while len(answers) > REPLIES_MAX:
                     answers.popitem(last=False)
         if first is not None:
@@ -63,26 +77,32 @@ class Replies:
         with self._lock:
             if len(answer) > REPLY_BYTES_MAX:
                 answers.pop(name, None)
-            while sum(map(_bytes_of, answers.values())) > REPLIES_BYTES_MAX:
+            while sum(kept.size_bytes for kept in answers.values()) > REPLIES_BYTES_MAX:
                 answers.popitem(last=False)
         return answer
+
+    def withdraw(self, caller: str, method: str, key: str) -> bool:
+        """Forgets an answer that its caller never got. False if it was asked for again: then it stands."""
+        with self._lock:
+            answers = self._answers.get(caller)
+            kept = None if answers is None else answers.get((method, key))
+            if answers is None or kept is None:
+                return True
+            if kept.repeated:
+                return False
+            del answers[method, key]
+            return True
 
     def forget(self, caller: str) -> None:
         with self._lock:
             self._answers.pop(caller, None)
 
 
-def _bytes_of(kept: tuple[bytes, Future[bytes]]) -> int:
-    """0 while the call is under way."""
-    future = kept[1]
-    return len(future.result()) if future.done() and future.exception() is None else 0
-
-
-def _repeat(first: tuple[bytes, Future[bytes]], digest: bytes, timeout_s: float) -> bytes | None:
-    if first[0] != digest:
+def _repeat(first: _Kept, digest: bytes, timeout_s: float) -> bytes | None:
+    if first.digest != digest:
         raise StoreError("INVALID_ARGUMENT", "the idempotency key was used with another request", reason="KEY_REUSED")
     try:
-        return first[1].result(timeout_s)
+        return first.future.result(timeout_s)
     except FutureTimeout:
         raise StoreError("DEADLINE_EXCEEDED", "the first call with this idempotency key is still under way") from None
     except StoreError as error:

@@ -111,7 +111,7 @@ class Gate(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 call.cancelled = True
                 if call.undo is not None:
-                    lane.submit(call.undo)
+                    lane.submit(call.take_back)
                 raise
             except grpc.aio.AbortError:
                 raise
@@ -162,6 +162,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 return answered
 
             if key := getattr(message, "idempotency_key", ""):
+                call.stands = lambda: not self._replies.withdraw(call.caller.name, call.method, key)
                 return self._replies.once(call.caller.name, call.method, key, request, act, call.time_remaining())
             return act()
 

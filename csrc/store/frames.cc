@@ -273,7 +273,7 @@ void Frames::evict(uint32_t frame) {
   Meta& m = meta_[frame];
   blocks_evicted_ += std::popcount(m.valid);
   m.pack->frame_of_extent[m.extent] = kNoFrame;
-  unlink(m.pack->account, frame);
+  leave(m.pack->account, frame);
   m = {};
   policy_.remove(frame);
 }
@@ -293,7 +293,7 @@ void Frames::link(FrameAccount& owner, uint32_t frame) {
   meta_[m.after].before = frame;
 }
 
-void Frames::unlink(FrameAccount& owner, uint32_t frame) {
+void Frames::leave(FrameAccount& owner, uint32_t frame) {
   const Meta& m = meta_[frame];
   meta_[m.before].after = m.after;
   meta_[m.after].before = m.before;

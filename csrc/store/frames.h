@@ -110,7 +110,7 @@ class Frames {
   void evict(uint32_t frame);
   void give_up(uint32_t frame);
   void link(FrameAccount& owner, uint32_t frame);
-  void unlink(FrameAccount& owner, uint32_t frame);
+  void leave(FrameAccount& owner, uint32_t frame);
   void look(ExtentUse& use) const;
   void claim(ExtentUse& use);
   void pin(uint32_t frame, uint32_t count);

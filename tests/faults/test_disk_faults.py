@@ -28,6 +28,7 @@ OTHERS = ("upload.open", "upload.allocate", "upload.tail_sync", "upload.header_s
 # Failures of these are repaired where they happen: another unlink, another submit.
 QUIET = ("upload.unlink", "submit")
 FALLBACK = "upload.extend"  # only where the file system has no fallocate
+LIVES_BEYOND = 3
 NEVER = "pack.verify"  # of the data plane, which no daemon verifies with
 NO_FALLOCATE = ("upload.allocate", "fail", 1, ALWAYS, errno.EOPNOTSUPP)
 
@@ -84,11 +85,14 @@ def test_every_operation_of_every_site_fails_once(daemon: Daemon) -> None:
     """EIO for the first operation of a life, then for the second, until a life has no more; then all is read again."""
     failed: Counter[str] = Counter()
     with living(daemon) as life:
-        sufferer = Sufferer(daemon, life)
+        sufferer, beyond = Sufferer(daemon, life), 0
         for nth in range(1, 1000):
             code = sufferer.suffer(("*", "fail", nth, 1, errno.EIO))
-            if not sufferer.seen:
-                break
+            if not sufferer.seen:  # lives differ by a read ahead or two
+                beyond += 1
+                if beyond == LIVES_BEYOND:
+                    break
+                continue
             (site,) = sufferer.seen
             failed[site] += 1
             quiet = site in QUIET or site == "read_ahead"

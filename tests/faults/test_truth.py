@@ -216,7 +216,8 @@ class Plane:
             self.waiting.set()
             assert self.may.wait(30.0)
 
-    def open_pack(self, path: str) -> int:
+    def open_pack(self, path: str, owner: int) -> int:
+        assert owner == os.getuid()
         self._pause(path)
         self.opened += 1
         self.handles[self.opened] = path

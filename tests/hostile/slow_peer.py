@@ -19,6 +19,8 @@ class SlowPeer:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(5.0)
         self._socket.connect(path)
+        self._readable = select.poll()  # select() takes no descriptor beyond 1,023
+        self._readable.register(self._socket, select.POLLIN)
         self._received = b""
         self._room, self._initial = WINDOW_BYTES, WINDOW_BYTES
         self._rooms: dict[int, int] = {}
@@ -47,7 +49,7 @@ class SlowPeer:
                     self._rooms[stream] -= len(part)
 
     def _hear(self, timeout_s: float) -> None:
-        while select.select([self._socket], [], [], timeout_s)[0]:
+        while self._readable.poll(timeout_s * 1000):
             timeout_s = 0.0
             heard = self._socket.recv(1 << 20)
             assert heard

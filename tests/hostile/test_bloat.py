@@ -139,7 +139,7 @@ def test_replies_are_bounded_by_their_bytes() -> None:
     replies = Replies()
     for number in range(64):
         replies.once("caller", "method", f"key {number}", b"request", lambda: bytes(60_000), 1.0)
-    kept = [future.result() for _, future in replies._answers["caller"].values()]
+    kept = [answer.future.result() for answer in replies._answers["caller"].values()]
     assert kept
     assert sum(map(len, kept)) <= REPLIES_BYTES_MAX
     assert replies.once("caller", "method", "key 63", b"request", lambda: b"anew", 1.0) == bytes(60_000)

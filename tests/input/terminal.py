@@ -40,6 +40,8 @@ class Terminal:
 
     def __init__(self, command: list[str], home: Path, **variables: str) -> None:
         self._screen, inside = os.openpty()
+        self._shown = select.poll()  # select() takes no descriptor beyond 1,023
+        self._shown.register(self._screen, select.POLLIN)
         modes = termios.tcgetattr(inside)
         modes[3] = modes[3] & ~termios.ECHO | termios.NOFLSH  # keys are not shown, and drop nothing that is
         termios.tcsetattr(inside, termios.TCSANOW, modes)
@@ -83,7 +85,7 @@ class Terminal:
 
     def _read(self, within_s: float) -> bool:
         """False when nothing will come any more."""
-        if select.select([self._screen], [], [], within_s)[0]:
+        if self._shown.poll(within_s * 1000):
             try:
                 self.text += os.read(self._screen, 1 << 16).decode(errors="replace")
             except OSError:  # the last process that had the terminal is gone

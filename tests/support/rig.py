@@ -97,6 +97,7 @@ class Rig:
         )
         self.window_fd = memfd("window", self.window_bytes)
         self.staging_fd = memfd("staging", self.staging_bytes)
+        self.fds = [self.window_fd, self.staging_fd]
         self.window = mapped(self.window_fd, self.window_bytes)
         self.staging = mapped(self.staging_fd, self.staging_bytes)
         self.window[:] = CANARY
@@ -120,6 +121,8 @@ class Rig:
             self.plane.remove_worker(self.worker)
         else:
             self.plane.close()
+        for fd in self.fds:
+            os.close(fd)
 
     def ring_memory(self) -> tuple[int, int]:
         g = self.geometry
@@ -127,6 +130,7 @@ class Rig:
             memfd("requests", g.requests_bytes),
             memfd("completions", g.completions_bytes),
         )
+        self.fds += (requests, completions)
         self.plane.add_ring(self.worker, requests, completions, g)
         return requests, completions
 

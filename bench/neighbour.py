@@ -343,8 +343,9 @@ class Attacker:
 
     def __enter__(self) -> Self:
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], WAIT_US / 1e6)
-        if not readable or self._process.stdout.readline() != "ready\n":
+        output = select.poll()
+        output.register(self._process.stdout, select.POLLIN)
+        if not output.poll(WAIT_US / 1e3) or self._process.stdout.readline() != "ready\n":
             self._end()
             raise NeighbourError("an attacker did not get ready; its stderr says why")
         return self

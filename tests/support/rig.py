@@ -128,6 +128,7 @@ class Rig:
             memfd("completions", g.completions_bytes),
         )
         self.plane.add_ring(self.worker, requests, completions, g)
+        self.plane.serve_rings(self.worker)
         return requests, completions
 
     def add_ring(self) -> worker_native.RingProducer:

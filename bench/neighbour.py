@@ -13,7 +13,6 @@ import functools
 import hashlib
 import itertools
 import mmap
-import os
 import select
 import signal
 import subprocess
@@ -99,12 +98,11 @@ class Neighbour:
             self._window_map = mmap.mmap(memory.window_fd, window_bytes)
             self.window = np.frombuffer(self._window_map, np.uint8).reshape(LANES, PLACES, RECORD_BYTES)
             self._staging = np.frombuffer(mmap.mmap(memory.staging_fd, staging_bytes), np.uint8)
-            self.request_fds = [os.dup(requests) for requests, _ in memory.rings]
-            for fd in self.request_fds:
-                stack.callback(os.close, fd)
+            self._requests = mmap.mmap(memory.rings[0][0], 0)
             self.rings = [_native.RingProducer(*fds) for fds in memory.rings]
             for ring in self.rings:
                 stack.callback(ring.close)
+            self.client.serve_rings()
             self.session = self.client.open_session(LAYOUT, self._document.tokens)
             self.packs = self._packs()
             self.client.attach_packs(self.session, self.packs)
@@ -191,7 +189,7 @@ class Neighbour:
         ticket = np.zeros(1, _TICKET)
         ticket["op"], ticket["run_count"], ticket["seq"] = _native.OP_GATHER, 1, seq
         for content, offset in ((np.array(pair, np.uint32), pairs_off), (run, runs_off), (ticket, ticket_off)):
-            os.pwrite(self.request_fds[0], content.tobytes(), offset)
+            self._requests[offset : offset + content.nbytes] = content.tobytes()
 
     def _packs(self) -> list[PackRef]:
         reserved = self.client.reserve_pack(self.session, self._document.reservations())

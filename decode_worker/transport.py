@@ -67,6 +67,7 @@ class Transport:
         self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
         self._posted: deque[int] = deque()  # bulk tickets that nobody has collected
         memory.close()
+        client.serve_rings()
         client.guard(self.require_daemon)
 
     def require_alive(self) -> None:
@@ -104,18 +105,6 @@ class Transport:
         """Waits for bulk tickets that a failed call left behind, whatever became of them."""
         while self._posted:
             self.bulk.wait(self._posted.popleft(), self.wait_us)
-
-    def release(self, offset: int, size: int) -> None:
-        """Gives the pages of a part of the window back to the system (its content becomes zero)."""
-        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            self._window_map.madvise(mmap.MADV_REMOVE, first, last - first)
-
-    def release_staging(self) -> None:
-        """Gives the staging memory's pages back to the system; only while no STORE is under way."""
-        assert not self._posted, "a STORE may still be read"
-        self._staging_map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         self.decode.close()

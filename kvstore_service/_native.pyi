@@ -174,11 +174,14 @@ class DataPlane:
 
         `owner` (u32, its uid): copy threads and disk are shared fairly by bytes among owners, then among an owner's
         workers. `wait_ms` (0: 2000) is how long the worker waits for a ticket: a run that has waited 3/4 of it ends in
-        ERROR/UNAVAILABLE (GATHER since its ticket was taken, RANGE and STORE since its ring last got on).
-        It is served by the copy thread with the fewest workers and rings."""
+        ERROR/UNAVAILABLE (GATHER since its ticket was taken, RANGE and STORE since its ring last got on)."""
     def add_ring(self, worker: int, requests_fd: int, completions_fd: int, geometry: RingGeometry) -> int:
-        """Formats both headers and serves the ring from one of the copy threads. Returns the ring's index in the
-        worker."""
+        """Formats both headers. Returns the ring's index in the worker."""
+    def serve_rings(self, worker: int) -> None:
+        """Gives the rings added so far to copy threads, each to the least loaded one.
+
+        From here on one waits in the kernel for whoever gives pages of the worker's memory back, so nobody may be able
+        to. After an error the worker can only be removed."""
     def remove_worker(self, worker: int) -> None:
         """Poisons its rings, unbinds, aborts its uploads. Nothing is stored into its memory any more when it returns.
 

@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <climits>
 #include <cstdint>
 #include <ctime>
 
@@ -32,6 +31,7 @@ inline void futex_wait(const std::atomic<uint32_t>& word, uint32_t seen, uint64_
   syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, seen, &deadline, nullptr, FUTEX_BITSET_MATCH_ANY);
 }
 
-inline void futex_wake(const std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX); }
+// Wakes one sleeper: each word has one, and a peer that made a hundred thousand of them would hold up who wakes all.
+inline void futex_wake(const std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, 1); }
 
 }  // namespace headgate

@@ -22,6 +22,7 @@ SharedWorker::SharedWorker(DataPlane& plane, uint32_t owner, RingGeometry geomet
     rings_.push_back(std::make_unique<SharedRing>(geometry));
     plane.add_ring(id_, rings_[i]->requests.fd(), rings_[i]->completions.fd(), geometry);
   }
+  plane.serve_rings(id_);
 }
 
 SharedWorker::~SharedWorker() { plane_.remove_worker(id_); }

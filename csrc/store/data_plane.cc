@@ -4,6 +4,8 @@
 #include <chrono>
 #include <thread>
 
+#include "core/futex.h"
+
 namespace headgate {
 namespace {
 
@@ -248,23 +250,39 @@ uint32_t DataPlane::add_worker(int window_fd, uint64_t window_bytes, int staging
 uint32_t DataPlane::add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry) {
   auto w = find_worker(worker);
   auto controlled = control(*w);
-  const uint32_t index = uint32_t(w->rings.size());
-  auto ring = std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, uint64_t{worker} << 16 | index);
+  w->check_open();
+  const uint32_t index = uint32_t(w->rings.size() + w->unserved.size());
+  const uint64_t id = uint64_t{worker} << 16 | index;
+  w->unserved.push_back(std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, id));
+  return index;
+}
+
+void DataPlane::serve_rings(uint32_t worker) {
+  auto w = find_worker(worker);
+  auto controlled = control(*w);
+  w->check_open();
+  for (auto& ring : w->unserved) {
+    ring->heartbeat(now_ns());
+    place(w, std::move(ring));
+  }
+  w->unserved.clear();
+}
+
+void DataPlane::place(const std::shared_ptr<Worker>& worker, std::unique_ptr<RingConsumer> ring) {
+  const uint32_t index = uint32_t(worker->rings.size());
   // Otherwise the first rings of all workers, which decode, would come together.
-  const uint32_t engine = least_loaded(w->home + index);
+  const uint32_t engine = least_loaded(worker->home + index);
   try {
-    w->check_open();
-    w->rings.reserve(index + 1);
-    engines_[engine]->call([&](RingService& service) { service.add_ring(w, std::move(ring)); });
+    worker->rings.reserve(index + 1);
+    engines_[engine]->call([&](RingService& service) { service.add_ring(worker, std::move(ring)); });
   } catch (...) {
     std::lock_guard lock(mutex_);
     --load_[engine];
     throw;
   }
-  w->rings.push_back(engine);
+  worker->rings.push_back(engine);
   std::lock_guard lock(mutex_);
   ++rings_;
-  return index;
 }
 
 void DataPlane::remove_worker(uint32_t worker) {

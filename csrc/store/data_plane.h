@@ -57,7 +57,11 @@ class DataPlane {
   // wait.
   uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots,
                       uint32_t owner, uint32_t wait_ms);
+  // Formats both headers; the ring is not looked at before serve_rings.
   uint32_t add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry);
+  // Copy threads serve the rings added so far. From here on one waits in the kernel for whoever may give pages of the
+  // worker's memory back: nobody must be able to. After an error the worker can only be removed.
+  void serve_rings(uint32_t worker);
   void remove_worker(uint32_t worker);
   void own_upload(uint32_t worker, uint32_t upload);
   uint32_t bind(uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs, uint32_t layers, uint32_t lanes,
@@ -96,6 +100,7 @@ class DataPlane {
   uint32_t least_loaded(uint32_t first);
   // These with the worker's control lock held.
   std::unique_lock<Control> control(Worker& worker);
+  void place(const std::shared_ptr<Worker>& worker, std::unique_ptr<RingConsumer> ring);
   void call(Worker& worker, const CopyEngine::Command& command);
   void set_slot(Worker& worker, uint32_t slot, const Slot& now);
   void drop_upload(const UploadEntry& entry, uint32_t upload);

@@ -12,7 +12,7 @@ namespace {
 // One step copies about this much: some 10 us from DRAM, which is how long a neighbour's ticket waits at most.
 constexpr uint32_t kStepBytes = 128 << 10;
 constexpr uint32_t kStepRecordsMin = 16;
-// A window whose pages its worker has given back to the kernel costs a page fault per record: then a step ends by time.
+// A window whose pages were never touched costs a page fault per record: then a step ends by time.
 constexpr uint64_t kStepNs = 20'000;
 constexpr uint32_t kRecordsAtOnce = 64;  // between two looks at the time
 

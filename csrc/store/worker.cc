@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "store/ring_consumer.h"
 #include "store/shard.h"
 
 namespace headgate {

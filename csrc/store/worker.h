@@ -77,6 +77,7 @@ struct Slot {
   std::shared_ptr<const Binding> binding;
 };
 
+class RingConsumer;
 struct Shard;
 
 // Its rings may be served by different copy threads, each of which has a shard. `slots`, `uploads` and `rings` are the
@@ -100,6 +101,7 @@ struct Worker {
   Control control;  // may be held while waiting for copy threads, so never by one
   std::vector<Slot> slots;
   std::map<uint32_t, std::shared_ptr<Upload>> uploads;
+  std::vector<std::unique_ptr<RingConsumer>> unserved;  // rings that no copy thread looks at yet
   std::vector<uint32_t> rings;                 // the copy thread that serves each
   std::vector<std::unique_ptr<Shard>> shards;  // by copy thread, which owns what is in it; made with its first ring
 };

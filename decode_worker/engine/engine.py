@@ -218,10 +218,10 @@ class Engine:
         return logits
 
     def close_session(self, session: Session) -> None:
-        """Unbinds the slot, closes the session in the store, gives the window's memory back. Packs stay stored."""
+        """Unbinds the slot and closes the session in the store. Packs stay stored."""
         self.policy.unbind(session.slot)
         self.client.close_session(session.session_id)
-        self._release(session.slot)
+        self._free_slots.append(session.slot)
 
     def give_up(self, session: Session, error: BaseException) -> None:
         """Closes a session after `error`, which matters more than another one from the clean-up.
@@ -229,7 +229,7 @@ class Engine:
         A slot that the store may still write to is not used again."""
         self.policy.unbind(session.slot)
         if clean_up(error, self.client.close_session, session.session_id):
-            self._release(session.slot)
+            self._free_slots.append(session.slot)
 
     def index_bytes(self, session: Session) -> int:
         """Of the session's packs: index and record -> token maps."""
@@ -271,13 +271,8 @@ class Engine:
 
     def _shrink(self) -> None:
         """Returns what prefill alone needed. The C library keeps freed layers of a long prompt for itself otherwise."""
-        self.transport.release_staging()
         if _malloc_trim is not None:
             _malloc_trim(0)
-
-    def _release(self, slot: int) -> None:
-        self.transport.release(slot * self.slot_bytes, self.slot_bytes)
-        self._free_slots.append(slot)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:

@@ -2,6 +2,8 @@
 
     with StoreClient.connect(name="worker-0") as store:
         memory = store.register_worker(slots=1, window_bytes=..., staging_bytes=..., rings=[RingGeometry(...)])
+        ...  # map it
+        store.serve_rings()
         session = store.open_session(layout, declared_max_tokens=...)
 
 Every call has a deadline and raises StoreError: NOT_FOUND is a miss, RESOURCE_EXHAUSTED is full (see `violations` and

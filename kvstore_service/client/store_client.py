@@ -29,7 +29,8 @@ from kvstore_service.shared.types import (
 
 @dataclass
 class WorkerMemory:
-    """Shared memory of one worker: descriptors that it maps and then closes with `close` (mappings stay valid).
+    """Shared memory of one worker: descriptors that it maps before `StoreClient.serve_rings` and then closes with
+    `close` (mappings stay valid).
 
     window: this worker's places. staging: what STORE runs read. rings[i] = (requests, completions); completions can be
     mapped for reading only. Ring 0 carries decode tickets, the others bulk transfers."""
@@ -113,6 +114,13 @@ class StoreClient(Client):
             answer.worker_id, window_fd, window_bytes, staging_fd, staging_bytes, pairs,
             answer.pack_tokens, answer.extent_blocks, answer.window_kind,
         )  # fmt: skip
+
+    def serve_rings(self) -> None:
+        """Says that this worker has mapped its window, staging memory and requests: they cannot be mapped for writing
+        again, nor their pages given back. Before this, nothing of the rings is looked at. Idempotent.
+
+        FAILED_PRECONDITION if nothing is registered; any error ends the registration."""
+        self._call(self._stub.ServeRings, pb.ServeRingsRequest(), COMMIT_TIMEOUT_S)
 
     def open_session(self, layout: Layout, declared_max_tokens: int) -> str:
         """Returns the session's id. RESOURCE_EXHAUSTED at sessions_max."""

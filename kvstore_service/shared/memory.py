@@ -77,6 +77,13 @@ def read(fd: int) -> bytes:
         return mapping[:]
 
 
+def held_bytes(fd: int) -> int:
+    """The most memory that lives by this memfd: of a sparse one what reading it would take, and of one with pages
+    beyond its end those too."""
+    status = os.fstat(fd)
+    return max(status.st_size, status.st_blocks * 512)
+
+
 def add_seals(fd: int, seals: int) -> None:
     fcntl.fcntl(fd, F_ADD_SEALS, seals)
 

@@ -222,6 +222,7 @@ def test_many_workers_on_two_threads(directory, rng):
             g = rig.geometry
             fds = memfd("r", g.requests_bytes), memfd("c", g.completions_bytes)
             rig.plane.add_ring(me, *fds, g)
+            rig.plane.serve_rings(me)
             ring = RingProducer(*fds)
             import mmap
 

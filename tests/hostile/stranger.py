@@ -39,6 +39,7 @@ def attempt(order: dict[str, Any]) -> dict[str, Any]:
             ring = pb.RingGeometry(tickets=2, runs_max=1, pairs_max=1)
             memory = pb.RegisterWorkerRequest(slots=1, window_bytes=4096, staging_bytes=4096, rings=[ring])
             store.RegisterWorker(memory, timeout=10, metadata=metadata)
+            store.ServeRings(pb.ServeRingsRequest(), timeout=10, metadata=metadata)
             request = pb.OpenSessionRequest(layout=wire.layout_to(LAYOUT), declared_max_tokens=4096)
             session = store.OpenSession(request, timeout=10, metadata=metadata).session_id
             result["own"] = tried(channel, metadata, {**names, "session_id": session})

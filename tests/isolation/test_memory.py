@@ -84,6 +84,7 @@ def test_reading_maps_takes_no_memory_that_grows_with_them(daemon: Daemon) -> No
         staging[: tokens * record_bytes] = 1
         staging[tokens * record_bytes :] = np.arange(tokens, dtype=np.uint16).view(np.uint8)
         ring = _native.RingProducer(*memory.rings[0])
+        client.serve_rings()
         session = client.open_session(layout, tokens)
         (reserved,) = client.reserve_pack(session, [PackReservation(0, tokens, hashlib.sha256().digest(), NO_PARENT)])
         assert reserved.upload_id is not None

@@ -35,8 +35,8 @@ def open_runs(rig: Rig, ticket: int) -> int:
 
 @pytest.mark.timeout(120)
 def test_a_window_without_pages_delays_nobody(tmp_path: Path) -> None:
-    """A worker may give the pages of its window back to the kernel; then each record costs the store a page fault. A
-    step of as many records as it copies otherwise would take 5 ms."""
+    """In a window that was never touched each record costs the store a page fault: a step of as many records as it
+    copies otherwise would take 5 ms. Here the window is made so again and again; a daemon's seals forbid it."""
     records, window_bytes = 32768, 256 << 20
     geometry = RingGeometry(tickets=2, runs_max=1, pairs_max=records)
     rng = np.random.default_rng(1)

@@ -1,6 +1,7 @@
 """The fd broker: who gets in, what descriptors can do, and that a connection's end is its worker's end."""
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import mmap
@@ -17,10 +18,20 @@ import pytest
 
 from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 from kvstore_service.client.connection import BrokerConnection
-from kvstore_service.daemon.front.broker import HELLO_S, TRANSFERS_MAX, Broker, claim_path
+from kvstore_service.daemon.front.broker import (
+    HELLO_S,
+    TRANSFER_BYTES_MAX,
+    TRANSFERS_MAX,
+    USER_TRANSFER_BYTES_MAX,
+    Broker,
+    claim_path,
+)
 from kvstore_service.daemon.store.registry import Limits, Registry, Worker
 from kvstore_service.shared import memory
 from tests.support.daemon_process import Daemon
+
+KEEP_SIZE = 0x1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Desk:
@@ -155,6 +166,37 @@ def test_transfers_are_bounded_and_closed_with_the_connection(desk: Desk) -> Non
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+def offer_bytes(peer: socket.socket, size_bytes: int, beyond_bytes: int = 0) -> dict[str, object]:
+    """Offers memory of that size, with pages beyond its end."""
+    fd = os.memfd_create("large", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with memory.Owned(fd):
+        os.ftruncate(fd, size_bytes)
+        if beyond_bytes:
+            assert _libc.fallocate(fd, KEEP_SIZE, ctypes.c_long(size_bytes), ctypes.c_long(beyond_bytes)) == 0
+        memory.add_seals(fd, memory.CONSTANT)
+        return say(peer, {"verb": "offer"}, [fd])
+
+
+def test_memory_that_is_offered_counts_until_it_is_received(desk: Desk) -> None:
+    """Its owner may have closed it: then it is nobody's but the broker's."""
+    with contextlib.ExitStack() as stack:
+        first, second, third = (stack.enter_context(contextlib.closing(knock(desk.path))) for _ in range(3))
+        token = str(say(first, {"verb": "hello"})["token"])
+        for other in (second, third):
+            say(other, {"verb": "hello"})
+        held = str(offer_bytes(first, TRANSFER_BYTES_MAX)["transfer"])
+        assert "bytes of transfers" in str(offer_bytes(first, 1)["error"])
+        assert "transfer" in offer_bytes(second, USER_TRANSFER_BYTES_MAX - TRANSFER_BYTES_MAX)
+        refused = offer_bytes(third, 1)
+        assert refused["code"] == "RESOURCE_EXHAUSTED"
+        assert f"bytes of user id {os.getuid()}" in str(refused["error"])
+        os.close(desk.broker.receive(token, held))
+        assert "transfer" in offer_bytes(third, 1)
+        # Pages that a file has beyond its end are memory too.
+        assert "transfer" in offer_bytes(first, TRANSFER_BYTES_MAX - (1 << 20))
+        assert "bytes of transfers" in str(offer_bytes(first, 0, beyond_bytes=2 << 20)["error"])
+
+
 def test_a_dead_daemons_socket_is_removed_and_other_files_are_not(tmp_path: Path) -> None:
     stale = tmp_path / "stale.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
@@ -178,14 +220,17 @@ def shared(client: StoreClient) -> Iterator[WorkerMemory]:
     shared.close()
 
 
-def test_shared_memory_can_neither_shrink_nor_grow_nor_be_sealed_further(shared: WorkerMemory) -> None:
+def test_shared_memory_can_neither_shrink_nor_grow_nor_be_sealed_further(
+    client: StoreClient, shared: WorkerMemory
+) -> None:
+    client.serve_rings()
     for fd in (shared.window_fd, shared.staging_fd, *shared.rings[0]):
         assert memory.seals_of(fd) & memory.FIXED_SIZE == memory.FIXED_SIZE
         for size_bytes in (0, 1 << 30):
             with pytest.raises(PermissionError):
                 os.ftruncate(fd, size_bytes)
         with pytest.raises(PermissionError):
-            memory.add_seals(fd, memory.F_SEAL_FUTURE_WRITE)
+            memory.add_seals(fd, memory.F_SEAL_WRITE)
 
 
 def test_completions_cannot_be_written_by_a_worker(shared: WorkerMemory) -> None:

@@ -187,7 +187,7 @@ def test_json_logs_have_a_line_per_call_with_its_request_id(tmp_path: Path) -> N
     (failure,) = [line for line in lines if line["message"] == "refused"]
     assert (failure["request"], failure["code"]) == (refused.value.request_id, "NOT_FOUND")
     answered = [line["method"].rpartition("/")[2] for line in lines if line["message"] == "answered"]
-    assert answered == ["RegisterWorker", "OpenSession", "CloseSession"]
+    assert answered == ["RegisterWorker", "ServeRings", "OpenSession", "CloseSession"]
     (registered,) = [line for line in lines if line["message"] == "worker registered"]
     (call,) = [line for line in lines if line.get("method", "").endswith("RegisterWorker")]
     assert registered["name"] == "a?worker?with?lines"

@@ -266,6 +266,8 @@ def test_reasons_tell_causes_apart_that_share_a_code(tmp_path: Path) -> None:
             refused(lambda: client.register_worker(1, 64 << 20, 4096, [RingGeometry(8, 8, 64)])),
         ]
         client.register_worker(1, 4096, 4096, [RingGeometry(8, 8, 64)]).close()
+        seen.append(refused(lambda: client.reserve_pack(session, [reservation])))
+        client.serve_rings()
         chain = [PackReservation(index * 256, 256, bytes([index]) * 32) for index in range(4)]
         seen.append(refused(lambda: client.reserve_pack(session, chain)))
         connection = BrokerConnection(daemon.broker, "short", 5.0)
@@ -280,6 +282,7 @@ def test_reasons_tell_causes_apart_that_share_a_code(tmp_path: Path) -> None:
         ("FAILED_PRECONDITION", "NOT_REGISTERED"),
         ("RESOURCE_EXHAUSTED", "LIMIT_REACHED"),
         ("RESOURCE_EXHAUSTED", "LIMIT_REACHED"),
+        ("FAILED_PRECONDITION", "RINGS_NOT_SERVED"),
         ("RESOURCE_EXHAUSTED", "NO_ROOM"),
         ("UNAUTHENTICATED", "TOKEN_UNKNOWN"),
     ]

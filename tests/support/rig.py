@@ -132,6 +132,7 @@ class Rig:
         )
         self.fds += (requests, completions)
         self.plane.add_ring(self.worker, requests, completions, g)
+        self.plane.serve_rings(self.worker)
         return requests, completions
 
     def add_ring(self) -> worker_native.RingProducer:

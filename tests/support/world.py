@@ -79,6 +79,7 @@ class TestWorker:
         ]
         self.window, self.staging = (np.frombuffer(shared, np.uint8) for shared in self._maps)
         self.decode, self.bulk = (RingProducer(*fds) for fds in self.memory.rings)
+        self.client.serve_rings()
 
     def close(self) -> None:
         self.decode.close()

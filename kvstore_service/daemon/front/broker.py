@@ -39,8 +39,8 @@ CONNECTIONS_MAX = 512
 USER_CONNECTIONS_MAX = 96
 ADMIN_CONNECTIONS = 64  # of CONNECTIONS_MAX, kept for those who may administer
 TRANSFERS_MAX = 64  # per connection
-TRANSFER_BYTES_MAX = 1 << 30  # that wait for one connection to take them; one sidecar can have as many
-USER_TRANSFER_BYTES_MAX = 2 << 30  # that wait for all connections of a user
+TRANSFER_BYTES_MAX = 1 << 30  # of one connection's transfers, both ways; one sidecar can have as many
+USER_TRANSFER_BYTES_MAX = 2 << 30  # of all connections of a user
 HELLO_S = 3.0
 TRANSFER_S = 60.0
 _TICK_S = 0.5
@@ -77,7 +77,7 @@ def _require_room(subject: str, wanted: int, most: int) -> None:
     if wanted > most:
         raise StoreError(
             "RESOURCE_EXHAUSTED",
-            f"{subject}: {wanted} would wait to be taken, at most {most} may; take them first",
+            f"{subject}: {wanted} would wait, at most {most} may; take or use those that wait first",
             retry_after_s=1.0,
             violations=[Violation(subject, f"at most {most}")],
             reason="LIMIT_REACHED",
@@ -183,18 +183,24 @@ class Broker:
             connection = self._connections.get(token)
             if connection is None:
                 raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended", reason="TOKEN_UNKNOWN")
-            user = [other for other in self._connections.values() if other.uid == connection.uid]
-            user_bytes = sum(_waiting_bytes(other) for other in user)
-            _require_room("transfers", len(connection.transfers) + 1, TRANSFERS_MAX)
-            _require_room("bytes of transfers", _waiting_bytes(connection) + size_bytes, TRANSFER_BYTES_MAX)
-            _require_room(f"bytes of user id {connection.uid}", user_bytes + size_bytes, USER_TRANSFER_BYTES_MAX)
-            name = secrets.token_hex(16)
-            connection.transfers[name] = _Transfer([], False, math.inf, size_bytes)
+            name = self._add_transfer(connection, _Transfer([], False, math.inf, size_bytes))
         room = Room(self._lock, connection, name)
         try:
             yield room
         finally:
             room.close()
+
+    def _add_transfer(self, connection: _Connection, transfer: _Transfer) -> str:
+        """For a caller that holds the lock. Returns the transfer's id. RESOURCE_EXHAUSTED."""
+        user = [other for other in self._connections.values() if other.uid == connection.uid]
+        user_bytes = sum(_waiting_bytes(other) for other in user)
+        size_bytes = transfer.size_bytes
+        _require_room("transfers", len(connection.transfers) + 1, TRANSFERS_MAX)
+        _require_room("bytes of transfers", _waiting_bytes(connection) + size_bytes, TRANSFER_BYTES_MAX)
+        _require_room(f"bytes of user id {connection.uid}", user_bytes + size_bytes, USER_TRANSFER_BYTES_MAX)
+        name = secrets.token_hex(16)
+        connection.transfers[name] = transfer
+        return name
 
     def end(self, token: str) -> bool:
         """Ends the worker's connection, and with it the worker. False if it has ended already."""
@@ -345,11 +351,10 @@ class Broker:
     def _offer(self, connection: _Connection, fds: list[int]) -> dict[str, object]:
         if len(fds) != 1 or memory.seals_of(fds[0]) & memory.CONSTANT != memory.CONSTANT:
             raise StoreError("INVALID_ARGUMENT", "offer one memfd, sealed against shrinking, growing and writing")
+        size_bytes = memory.held_bytes(fds[0])
         with self._lock:
-            if len(connection.transfers) >= TRANSFERS_MAX:
-                raise StoreError("RESOURCE_EXHAUSTED", f"{TRANSFERS_MAX} transfers are open")
-            name = secrets.token_hex(16)
-            connection.transfers[name] = _Transfer([fds.pop()], True, time.monotonic() + TRANSFER_S)
+            name = self._add_transfer(connection, _Transfer(fds[:1], True, time.monotonic() + TRANSFER_S, size_bytes))
+            fds.clear()
         return {"transfer": name}
 
     def _expire(self, now_s: float) -> None:

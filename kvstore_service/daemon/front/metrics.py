@@ -27,7 +27,7 @@ GAUGES = {
     "packs": "committed packs",
     "packs_damaged": "packs that failed a check and are not served",
     "packs_open": "packs whose file is open: in use or kept for their frames",
-    "rings": "rings of registered workers",
+    "rings": "rings that are served",
     "sessions": "open sessions",
     "stored_bytes": "bytes of committed packs and sidecars; nvme_bytes is the limit",
     "uploads_open": "uploads in the data plane",

@@ -15,7 +15,6 @@ from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
 from kvstore_service.daemon.config import Config
 from kvstore_service.daemon.disk.rows import PackFilter
-from kvstore_service.daemon.disk.sidecars import SIDECAR_BYTES_MAX
 from kvstore_service.daemon.front.broker import Broker
 from kvstore_service.daemon.front.call import Call
 from kvstore_service.daemon.store.events import Event
@@ -49,6 +48,10 @@ class StoreService(pb_grpc.StoreServiceServicer):
             extent_blocks=self._config.extent_blocks,
             window_kind=self._config.window,
         )
+
+    def ServeRings(self, request: pb.ServeRingsRequest, context: Call) -> pb.ServeRingsResponse:
+        self._store.workers.serve_rings(context.worker)
+        return pb.ServeRingsResponse()
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: Call) -> pb.OpenSessionResponse:
         layout = wire.layout_of(request.layout)
@@ -111,13 +114,8 @@ class StoreService(pb_grpc.StoreServiceServicer):
     def PutSidecar(self, request: pb.PutSidecarRequest, context: Call) -> pb.PutSidecarResponse:
         worker = context.worker
         with memory.Owned(self._broker.receive(worker.token, request.transfer)) as offered:
-            # Judged before it is read: what costs its owner nothing may be larger than this machine's memory.
-            size_bytes = os.fstat(offered.fd).st_size
-            if size_bytes != request.size or size_bytes > SIDECAR_BYTES_MAX:
-                raise StoreError(
-                    "INVALID_ARGUMENT",
-                    f"size {request.size}; it is what the descriptor has, {size_bytes} B, at most {SIDECAR_BYTES_MAX}",
-                )
+            if request.size != (size_bytes := os.fstat(offered.fd).st_size):
+                raise StoreError("INVALID_ARGUMENT", f"size {request.size}; the descriptor has {size_bytes} B")
             with memory.mapped(offered.fd) as content:
                 self._store.indexes.put(worker, wire.sidecar_key_of(request.key), content)
         return pb.PutSidecarResponse()

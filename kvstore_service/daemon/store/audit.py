@@ -110,7 +110,7 @@ class Audited:
             _equal("open uploads", stats["uploads_open"], self.uploads.open_count()),
             _equal("bound slots", stats["bound_slots"], len(bindings)),
             _equal("registered workers", stats["workers"], sum(w.native_id is not None for w in workers)),
-            _equal("rings", stats["rings"], _sum(w.rings for w in workers if w.native_id is not None)),
+            _equal("rings", stats["rings"], _sum(w.rings for w in workers if w.served)),
         ]
 
     def _data_plane(self) -> list[Check]:

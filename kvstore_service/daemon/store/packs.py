@@ -7,7 +7,7 @@ import numpy as np
 from kvstore_service.daemon import native
 from kvstore_service.daemon.store.registry import Session, Worker
 from kvstore_service.daemon.store.sessions import Sessions
-from kvstore_service.daemon.store.state import State, registered
+from kvstore_service.daemon.store.state import State, served
 from kvstore_service.shared.types import CommittedPack, PackRef, PackReservation, ReservedPack, StoreError
 
 
@@ -23,7 +23,7 @@ class Packs:
     ) -> list[ReservedPack]:
         """Also while draining: a session that is open may seal and end."""
         with self._state.acting(worker):
-            registered(worker)
+            served(worker)
             session = self._state.registry.of(worker, session_id)
             reserved = self._state.uploads.reserve(session, items, self._state.tenant_key(worker), compete)
             self._state.count("reserve_exists", sum(pack.exists for pack in reserved))

@@ -69,8 +69,9 @@ class Binding:
 class Worker:
     """A process that the broker let in. It may call as long as its broker connection lives.
 
-    `lock` serialises its calls with each other and with its release; `gone` is final. `closed`: its latest sessions
-    that have ended; `unbound`: slots that were bound once."""
+    `lock` serialises its calls with each other and with its release; `gone` is final. `unsealed`: its memory that it
+    may still map for writing, as descriptors; none once it is `served`. `closed`: its latest sessions that have ended;
+    `unbound`: slots that were bound once."""
 
     token: str
     uid: int
@@ -84,6 +85,8 @@ class Worker:
     memory_bytes: int = 0  # of window, staging and rings
     wait_ms: int = 0
     rings: tuple[RingGeometry, ...] = ()
+    unsealed: list[int] = field(default_factory=list)
+    served: bool = False
     sessions: dict[str, Session] = field(default_factory=dict)
     bound: dict[int, Binding] = field(default_factory=dict)
     unbound: set[int] = field(default_factory=set)

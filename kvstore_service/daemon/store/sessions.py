@@ -6,7 +6,7 @@ from itertools import product
 from kvstore_service.daemon import native
 from kvstore_service.daemon.store.registry import Session, Worker
 from kvstore_service.daemon.store.slots import Slots
-from kvstore_service.daemon.store.state import State, registered
+from kvstore_service.daemon.store.state import State, served
 from kvstore_service.shared.types import (
     FINGERPRINT_BYTES,
     NO_PARENT,
@@ -105,7 +105,7 @@ class Sessions:
                 opened.append((slot, row, self._state.open_packs.acquire(row)))
             for slot, row, handle in opened:
                 with native.errors():
-                    self._state.plane.extend(registered(worker), slot, handle)
+                    self._state.plane.extend(served(worker), slot, handle)
                 worker.bound[slot].packs.append(row)
                 told.append(slot)
         except BaseException:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.store.registry import Binding, Worker
-from kvstore_service.daemon.store.state import State, registered
+from kvstore_service.daemon.store.state import State, served
 from kvstore_service.shared.types import PackRef, StoreError
 
 
@@ -46,7 +46,7 @@ class Slots:
                     binding.packs.append(row)
                 shaped = windows.reshape(session.layout.layers, kind.lanes, 2)
                 with native.errors():
-                    binding.epoch = self._state.plane.bind(registered(worker), slot, handles, shaped, kind.record_bytes)
+                    binding.epoch = self._state.plane.bind(served(worker), slot, handles, shaped, kind.record_bytes)
             except BaseException:
                 self._state.release_packs(binding)
                 raise
@@ -66,7 +66,7 @@ class Slots:
                 return
             raise StoreError("NOT_FOUND", f"slot {slot} is not bound", reason="SLOT_NOT_BOUND")
         with native.errors():
-            self._state.plane.unbind(registered(worker), slot)
+            self._state.plane.unbind(served(worker), slot)
         binding = worker.bound.pop(slot)
         worker.unbound.add(slot)
         binding.session.slots.discard(slot)

@@ -194,3 +194,14 @@ def registered(worker: Worker) -> int:
     if worker.native_id is None:
         raise StoreError("FAILED_PRECONDITION", "register the worker's memory first", reason="NOT_REGISTERED")
     return worker.native_id
+
+
+def served(worker: Worker) -> int:
+    native_id = registered(worker)
+    if not worker.served:
+        raise StoreError(
+            "FAILED_PRECONDITION",
+            "the worker's rings are not served: map window, staging and requests, then call ServeRings",
+            reason="RINGS_NOT_SERVED",
+        )
+    return native_id

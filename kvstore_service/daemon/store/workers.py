@@ -8,7 +8,7 @@ from logging import DEBUG, INFO
 from kvstore_service.daemon import native
 from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store.registry import Worker
-from kvstore_service.daemon.store.state import State, log
+from kvstore_service.daemon.store.state import State, log, registered
 from kvstore_service.shared import memory
 from kvstore_service.shared.types import RingGeometry, StoreError
 
@@ -45,7 +45,8 @@ class Workers:
         rings: Sequence[RingGeometry],
         wait_ms: int = 0,
     ) -> Registered:
-        """Creates and serves the worker's memory. Completions can be written by nobody else afterwards.
+        """Creates the worker's memory; its rings are served after `serve_rings`. Completions can be written by nobody
+        else afterwards.
 
         wait_ms: how long the worker waits for one ticket; 0 is the daemon's default."""
         with self._state.acting(worker, new=True):
@@ -70,13 +71,11 @@ class Workers:
                     )
                     for geometry in rings:
                         descriptors.extend(self._add_ring(worker.native_id, geometry))
-                for fd in descriptors[:2]:
-                    memory.add_seals(fd, memory.F_SEAL_SEAL)
+                worker.unsealed.extend(os.dup(fd) for fd in [*descriptors[:2], *descriptors[2::2]])
             except BaseException:
                 for fd in descriptors:
                     os.close(fd)
                 self._forget_memory(worker)
-                self._state.registry.grant(worker, 0, 0)
                 raise
             worker.rings = tuple(rings)
             self._state.events.tell("worker", worker.tenant, detail=f"registered: {worker.name}, pid {worker.pid}")
@@ -90,7 +89,6 @@ class Workers:
             completions = memory.create("kvstore-completions", shape.completions_bytes)
             try:
                 self._state.plane.add_ring(native_id, requests, completions, shape)
-                memory.add_seals(requests, memory.F_SEAL_SEAL)
                 memory.add_seals(completions, memory.F_SEAL_FUTURE_WRITE | memory.F_SEAL_SEAL)
             except BaseException:
                 os.close(completions)
@@ -100,11 +98,34 @@ class Workers:
             raise
         return [requests, completions]
 
+    def serve_rings(self, worker: Worker) -> None:
+        """Gives the worker's rings to copy threads, once nobody can give pages of its memory back any more: a fault
+        waits while the kernel takes pages away, 0.3 s for 1 GiB. Idempotent.
+
+        FAILED_PRECONDITION for memory that was never registered, or that the worker has sealed itself. After an error
+        nothing is registered any more."""
+        with self._state.acting(worker):
+            native_id = registered(worker)
+            if worker.served:
+                return
+            try:
+                for fd in worker.unsealed:
+                    _seal(fd)
+                with native.errors():
+                    self._state.plane.serve_rings(native_id)
+            except BaseException:
+                self._forget_memory(worker)
+                raise
+            _close_all(worker.unsealed)
+            worker.served = True
+
     def _forget_memory(self, worker: Worker) -> None:
+        _close_all(worker.unsealed)
         if worker.native_id is not None:
             with native.errors():
                 self._state.plane.remove_worker(worker.native_id)
-            worker.native_id = None
+            worker.native_id, worker.served = None, False
+        self._state.registry.grant(worker, 0, 0)
 
     def release(self, worker: Worker) -> None:
         """Frees all that a worker held. Idempotent; its token is void from the first moment."""
@@ -128,6 +149,18 @@ class Workers:
         if level == INFO:
             self._state.events.tell("worker", worker.tenant, detail=f"released: {worker.name}, pid {worker.pid}")
         event(log, level, "worker released", name=worker.name, pid=worker.pid)
+
+
+def _seal(fd: int) -> None:
+    try:
+        memory.add_seals(fd, memory.F_SEAL_FUTURE_WRITE | memory.F_SEAL_SEAL)
+    except PermissionError:
+        raise StoreError("FAILED_PRECONDITION", "the worker has sealed its memory itself; register anew") from None
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _memory_bytes(slots: int, window_bytes: int, staging_bytes: int, rings: Sequence[RingGeometry]) -> int:

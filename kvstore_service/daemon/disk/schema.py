@@ -79,15 +79,15 @@ _TRIGGERS = (
 def bring_up(db: sqlite3.Connection, data_dir: Path) -> str:
     """Creates the tables, whole or not at all, in a fresh catalogue.
 
-    Returns the catalogue's id. FAILED_PRECONDITION if another version wrote the catalogue or the packs that it knows."""
+    Returns the catalogue's id. FAILED_PRECONDITION if another version wrote it, or the packs that it knows."""
     known = (CATALOG_VERSION, PACK_VERSION)
     held = _versions(db)
     if held not in (None, known):
         writer = "a newer" if any(theirs > ours for theirs, ours in zip(held, known, strict=True)) else "an older"
         raise StoreError(
             "FAILED_PRECONDITION",
-            f"{data_dir} was written by {writer} kvstored (catalogue version {held[0]}, packs of version {held[1]}; this "
-            f"one knows {known[0]} and {known[1]}); use that version or another data_dir",
+            f"{data_dir} was written by {writer} kvstored (catalogue version {held[0]}, packs of version {held[1]}; "
+            f"this one knows {known[0]} and {known[1]}); use that version or another data_dir",
         )
     db.execute("BEGIN IMMEDIATE")
     try:

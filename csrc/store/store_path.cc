@@ -20,9 +20,10 @@ uint32_t map_blocks_of(const RunTask& t) { return t.run.kind == 0 ? map_blocks(t
 
 bool is_permutation(const uint16_t* map, uint32_t tokens) {
   uint8_t seen[kPackTokensMax] = {};
-  if (*std::max_element(map, map + tokens) >= tokens) return false;
-  for (uint32_t i = 0; i < tokens; ++i) seen[map[i]] = 1;
-  return std::all_of(seen, seen + tokens, [](uint8_t one) { return one == 1; });
+  uint32_t beyond = 0, distinct = 0;
+  for (uint32_t i = 0; i < tokens; ++i) beyond |= map[i] >= tokens, seen[map[i] % kPackTokensMax] = 1;
+  for (uint32_t i = 0; i < tokens; ++i) distinct += seen[i];
+  return beyond == 0 && distinct == tokens;
 }
 
 // Copies the map from behind the records and checks the copy: the worker can still write what is staged.

@@ -1,8 +1,8 @@
 // The pack file: an immutable run of tokens of every layer and lane, in blocks that are checked one by one.
 //
 //   header (one block) | segments: kind j, layer, lane at data_off[j] + (layer * lanes[j] + lane) * segment_bytes[j]
-//                      | record->token map: u16[layers][lanes of kind 0][tokens], zero padded to blocks
-//                      | CRC table: u32 per block of segments and map, then its own CRC, zero padded to blocks
+//                      | maps, record -> token: per segment of kind 0 u16[tokens], zero padded to blocks
+//                      | CRC table: u32 per block of segments and maps, then its own CRC, zero padded to blocks
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ inline constexpr uint32_t kRecordBytesMax = kBlockBytes;
 inline constexpr uint32_t kRecordAlign = 64;
 inline constexpr uint32_t kKindsMax = 4;
 inline constexpr uint64_t kPackMagic = 0x314b434150474448ull;  // "HDGPACK1"
-inline constexpr uint32_t kPackVersion = 1;
+inline constexpr uint32_t kPackVersion = 2;
 
 enum class Dtype : uint32_t { kFloat32 = 1, kBfloat16 = 2, kFloat16 = 3, kUint8 = 4 };
 
@@ -46,7 +46,7 @@ struct PackHeader {
   uint32_t extent_blocks;
   KindHeader kinds[kKindsMax];
   uint64_t map_off;
-  uint64_t map_bytes;  // whole blocks
+  uint64_t map_bytes;  // of all maps
   uint64_t crc_off;
   uint64_t file_bytes;
 };
@@ -62,6 +62,12 @@ inline constexpr uint64_t segment_blocks(uint32_t tokens, uint32_t record_bytes)
   return (tokens + per_block - 1) / per_block;
 }
 
+// A segment's map has blocks of its own, so that whoever writes the segment writes its map.
+inline constexpr uint32_t map_blocks(uint32_t tokens) { return uint32_t(blocks_of(tokens * sizeof(uint16_t))); }
+
+// Blocks between header and CRC table.
+inline constexpr uint64_t checked_blocks(const PackHeader& h) { return h.crc_off / kBlockBytes - 1; }
+
 // Fills every size and offset from layers, kinds[].{lanes,record_bytes}, tokens. The only place that does.
 inline constexpr void lay_out(PackHeader& h) {
   uint64_t offset = kBlockBytes;
@@ -72,10 +78,9 @@ inline constexpr void lay_out(PackHeader& h) {
     offset += uint64_t{h.layers} * kind.lanes * kind.segment_bytes;
   }
   h.map_off = offset;
-  h.map_bytes = blocks_of(uint64_t{h.layers} * h.kinds[0].lanes * h.tokens * sizeof(uint16_t)) * kBlockBytes;
+  h.map_bytes = uint64_t{h.layers} * h.kinds[0].lanes * map_blocks(h.tokens) * kBlockBytes;
   h.crc_off = h.map_off + h.map_bytes;
-  uint64_t checked_blocks = h.crc_off / kBlockBytes - 1;
-  h.file_bytes = h.crc_off + blocks_of((checked_blocks + 1) * sizeof(uint32_t)) * kBlockBytes;
+  h.file_bytes = h.crc_off + blocks_of((checked_blocks(h) + 1) * sizeof(uint32_t)) * kBlockBytes;
 }
 
 }  // namespace headgate

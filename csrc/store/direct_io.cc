@@ -1,8 +1,9 @@
 #include "store/direct_io.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
-#include <cstring>
-#include <new>
+#include <cerrno>
 
 namespace headgate {
 namespace {
@@ -29,11 +30,13 @@ int move_blocks(uint64_t bytes, Transfer transfer) {
 
 }  // namespace
 
-BlockBuffer::BlockBuffer(uint64_t bytes)
-    : bytes_(bytes), memory_(static_cast<uint8_t*>(std::aligned_alloc(kBlockBytes, bytes))) {
-  if (!memory_) throw std::bad_alloc();
-  std::memset(memory_.get(), 0, bytes);
+BlockBuffer::BlockBuffer(uint64_t bytes) : bytes_(bytes) {
+  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) throw system_error("a buffer of " + std::to_string(bytes) + " B", errno);
+  data_ = static_cast<uint8_t*>(at);
 }
+
+BlockBuffer::~BlockBuffer() { munmap(data_, bytes_); }
 
 Fd open_direct(Site site, const std::string& path, int flags) {
   Fd fd(disk::open(site, path.c_str(), flags | O_DIRECT | O_CLOEXEC | O_NOFOLLOW, 0600));

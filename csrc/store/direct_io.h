@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <string>
 
 #include "core/pack.h"
@@ -12,20 +10,20 @@
 
 namespace headgate {
 
-struct FreeDeleter {
-  void operator()(void* p) const { std::free(p); }
-};
-
-// Zeroed memory of whole blocks, aligned to a block.
+// Zeroed memory of whole blocks, aligned to a block. Pages that nobody has touched cost nothing, and none stay with the
+// allocator afterwards.
 class BlockBuffer {
  public:
-  explicit BlockBuffer(uint64_t bytes);
-  uint8_t* data() const { return memory_.get(); }
+  explicit BlockBuffer(uint64_t bytes);  // RESOURCE_EXHAUSTED
+  BlockBuffer(const BlockBuffer&) = delete;
+  BlockBuffer& operator=(const BlockBuffer&) = delete;
+  ~BlockBuffer();
+  uint8_t* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
 
  private:
-  uint64_t bytes_;
-  std::unique_ptr<uint8_t, FreeDeleter> memory_;
+  const uint64_t bytes_;
+  uint8_t* data_;
 };
 
 // Opens with O_DIRECT | O_CLOEXEC | flags. FAILED_PRECONDITION where the file system has no O_DIRECT.

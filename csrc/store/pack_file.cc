@@ -16,9 +16,19 @@ constexpr uint64_t kFileBytesMax = uint64_t{1} << 40;
 constexpr uint32_t kLayersMax = 4096;
 constexpr uint32_t kLanesMax = 4096;
 constexpr uint32_t kBlocksAtOnce = 256;  // read by the control plane, however large the pack
+static_assert(kBlocksAtOnce >= map_blocks(kPackTokensMax));
 
 void require(bool ok, const char* message) {
   if (!ok) throw invalid_argument(std::string("pack: ") + message);
+}
+
+void write_out(int to, const uint8_t* from, uint64_t bytes) {
+  while (bytes > 0) {
+    ssize_t written = ::write(to, from, bytes);
+    if (written < 0 && errno != EINTR) throw system_error("copy of a map", errno);
+    from += std::max(written, ssize_t{0});
+    bytes -= uint64_t(std::max(written, ssize_t{0}));
+  }
 }
 
 }  // namespace
@@ -105,7 +115,7 @@ void PackFile::read_header() {
 }
 
 void PackFile::read_crcs() {
-  uint64_t count = header_.crc_off / kBlockBytes - 1;
+  const uint64_t count = checked_blocks(header_);
   BlockBuffer table(header_.file_bytes - header_.crc_off);
   read(Site::kPackCrcs, table.data(), table.bytes(), header_.crc_off);
   uint32_t stored;
@@ -123,24 +133,27 @@ bool PackFile::block_ok(uint32_t block, const uint8_t* data) const {
 }
 
 void PackFile::copy_map(int to) const {
-  BlockBuffer buffer(kBlocksAtOnce * kBlockBytes);
-  const uint32_t first = data_blocks(), blocks = uint32_t(header_.map_bytes / kBlockBytes);
-  uint64_t left = uint64_t{header_.layers} * header_.kinds[0].lanes * header_.tokens * sizeof(uint16_t);
-  for (uint32_t done = 0; done < blocks; done += kBlocksAtOnce) {
-    const uint32_t count = std::min(kBlocksAtOnce, blocks - done);
-    read(Site::kPackMap, buffer.data(), uint64_t{count} * kBlockBytes, header_.map_off + uint64_t{done} * kBlockBytes);
-    for (uint32_t b = 0; b < count; ++b) {
-      if (block_ok(first + done + b, buffer.data() + uint64_t{b} * kBlockBytes)) continue;
-      add(counters_.crc_errors);
-      throw data_loss(path_ + ": checksum of map block " + std::to_string(first + done + b + 1));
-    }
-    const uint64_t bytes = std::min(left, uint64_t{count} * kBlockBytes);
-    left -= bytes;
-    for (uint64_t at = 0; at < bytes;) {
-      ssize_t written = ::write(to, buffer.data() + at, bytes - at);
-      if (written < 0 && errno != EINTR) throw system_error(path_ + ": copy of the map", errno);
-      at += uint64_t(std::max(written, ssize_t{0}));
-    }
+  const uint32_t segments = header_.layers * header_.kinds[0].lanes;
+  const uint32_t blocks = map_blocks(header_.tokens), at_once = std::min(segments, kBlocksAtOnce / blocks);
+  const uint64_t bytes = header_.tokens * sizeof(uint16_t);
+  BlockBuffer buffer(uint64_t{at_once} * blocks * kBlockBytes);
+  for (uint32_t first = 0; first < segments; first += at_once) {
+    const uint32_t count = std::min(at_once, segments - first);
+    read_map_blocks(buffer.data(), first * blocks, count * blocks);
+    for (uint32_t s = 1; s < count; ++s)
+      std::memmove(buffer.data() + s * bytes, buffer.data() + uint64_t{s} * blocks * kBlockBytes, bytes);
+    write_out(to, buffer.data(), count * bytes);
+  }
+}
+
+// `first` counts from the first block of the maps. DATA_LOSS if one of them fails its check.
+void PackFile::read_map_blocks(uint8_t* to, uint32_t first, uint32_t count) const {
+  read(Site::kPackMap, to, uint64_t{count} * kBlockBytes, header_.map_off + uint64_t{first} * kBlockBytes);
+  for (uint32_t b = 0; b < count; ++b) {
+    const uint32_t block = data_blocks() + first + b;
+    if (block_ok(block, to + uint64_t{b} * kBlockBytes)) continue;
+    add(counters_.crc_errors);
+    throw data_loss(path_ + ": checksum of map block " + std::to_string(block + 1));
   }
 }
 

@@ -49,7 +49,7 @@ class PackFile {
   // `block` counts from the first block after the header.
   bool block_ok(uint32_t block, const uint8_t* data) const;
 
-  // Writes the map to a descriptor, verified, in pieces of a bounded size.
+  // Writes the maps to a descriptor without their padding, verified, in pieces of a bounded size.
   void copy_map(int to) const;
   std::vector<uint32_t> verify() const;  // block numbers (from 1) that fail
 
@@ -62,6 +62,7 @@ class PackFile {
   void read(Site site, uint8_t* to, uint64_t bytes, uint64_t offset) const;
   void read_header();
   void read_crcs();
+  void read_map_blocks(uint8_t* to, uint32_t first, uint32_t count) const;
 
   std::string path_;
   Counters& counters_;

@@ -47,7 +47,7 @@ struct RunTask {
 
   // STORE
   std::shared_ptr<Upload> upload;
-  uint32_t next_block, blocks;  // within the segment
+  uint32_t next_block, blocks;  // of its map, then of its records
 
   // bookkeeping of RingWork and TaskList
   uint32_t at;

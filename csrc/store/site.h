@@ -11,6 +11,7 @@ enum class Site : uint8_t {
   kUploadOpen,
   kUploadAllocate,
   kUploadExtend,
+  kUploadMap,
   kUploadSegment,
   kUploadTail,
   kUploadTailSync,
@@ -29,9 +30,10 @@ enum class Site : uint8_t {
   kCount
 };
 inline constexpr const char* kSiteNames[] = {
-    "upload.open",   "upload.allocate",    "upload.extend", "upload.segment", "upload.tail", "upload.tail_sync",
-    "upload.header", "upload.header_sync", "upload.unlink", "pack.open",      "pack.stat",   "pack.header",
-    "pack.crcs",     "pack.map",           "pack.verify",   "gather",         "read_ahead",  "submit",
+    "upload.open",      "upload.allocate", "upload.extend",      "upload.map",    "upload.segment", "upload.tail",
+    "upload.tail_sync", "upload.header",   "upload.header_sync", "upload.unlink", "pack.open",      "pack.stat",
+    "pack.header",      "pack.crcs",       "pack.map",           "pack.verify",   "gather",         "read_ahead",
+    "submit",
 };
 static_assert(std::size(kSiteNames) == size_t(Site::kCount));
 

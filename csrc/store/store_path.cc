@@ -12,6 +12,46 @@ namespace {
 constexpr uint32_t kBuffers = 8;
 constexpr uint32_t kBufferBlocks = 32;
 constexpr uint64_t kBufferBytes = uint64_t{kBufferBlocks} * kBlockBytes;
+static_assert(kBufferBlocks >= map_blocks(kPackTokensMax));
+
+uint64_t map_bytes(const PackHeader& h) { return h.tokens * sizeof(uint16_t); }
+
+uint32_t map_blocks_of(const RunTask& t) { return t.run.kind == 0 ? map_blocks(t.upload->header().tokens) : 0; }
+
+bool is_permutation(const uint16_t* map, uint32_t tokens) {
+  uint8_t seen[kPackTokensMax] = {};
+  uint32_t beyond = 0, distinct = 0;
+  for (uint32_t i = 0; i < tokens; ++i) beyond |= map[i] >= tokens, seen[map[i] % kPackTokensMax] = 1;
+  for (uint32_t i = 0; i < tokens; ++i) distinct += seen[i];
+  return beyond == 0 && distinct == tokens;
+}
+
+// Copies the map from behind the records and checks the copy: the worker can still write what is staged.
+Fault pack_map(const RunTask& t, uint8_t* to) {
+  const PackHeader& h = t.upload->header();
+  const uint64_t records = uint64_t{h.tokens} * h.kinds[0].record_bytes, bytes = map_bytes(h);
+  std::memcpy(to, t.shard->worker.staging.data() + t.run.arg + records, bytes);
+  std::memset(to + bytes, 0, map_blocks(h.tokens) * kBlockBytes - bytes);
+  bool sound = is_permutation(reinterpret_cast<const uint16_t*>(to), h.tokens);
+  return sound ? Fault::kNone : Fault::kInvalidArgument;
+}
+
+// Packs dense records into `count` blocks that no record straddles, from block `first` of the segment.
+Fault pack_records(const RunTask& t, uint8_t* to, uint32_t first, uint32_t count) {
+  const uint32_t tokens = t.upload->header().tokens;
+  const uint32_t record_bytes = t.upload->header().kinds[t.run.kind].record_bytes;
+  const uint32_t per_block = records_per_block(record_bytes);
+  const uint8_t* staged = t.shard->worker.staging.data() + t.run.arg;
+  for (uint32_t b = 0; b < count; ++b, to += kBlockBytes) {
+    uint32_t record = (first + b) * per_block;
+    uint32_t bytes = std::min(per_block, tokens - record) * record_bytes;
+    std::memcpy(to, staged + uint64_t{record} * record_bytes, bytes);
+    std::memset(to + bytes, 0, kBlockBytes - bytes);
+    // Such a block could never be told from a write that was lost.
+    if (all_zero(to, kBlockBytes)) return Fault::kInvalidArgument;
+  }
+  return Fault::kNone;
+}
 
 }  // namespace
 
@@ -28,15 +68,14 @@ Fault StorePath::begin(RunTask& t) {
     return Fault::kInvalidArgument;
   const KindHeader& kind = h.kinds[t.run.kind];
   uint64_t records = uint64_t{h.tokens} * kind.record_bytes;
-  uint64_t map = t.run.kind == 0 ? h.tokens * sizeof(uint16_t) : 0;
+  uint64_t map = t.run.kind == 0 ? map_bytes(h) : 0;
   uint64_t staged = t.shard->worker.staging.bytes();
   if (t.run.arg > staged || records + map > staged - t.run.arg) return Fault::kInvalidArgument;
   Fault refused = owned->second->begin_segment(t.run.kind, t.layer, t.run.lane);
   if (refused != Fault::kNone) return refused;
   t.upload = owned->second;
   t.next_block = 0;
-  t.blocks = uint32_t(kind.segment_bytes / kBlockBytes);
-  if (map > 0) t.upload->set_map(t.layer, t.run.lane, t.shard->worker.staging.data() + t.run.arg + records);
+  t.blocks = map_blocks_of(t) + uint32_t(kind.segment_bytes / kBlockBytes);
   return Fault::kNone;
 }
 
@@ -50,45 +89,41 @@ void StorePath::drop(RunTask& t) {
   if (t.upload) end_segment(t, false);
 }
 
-// Packs dense records into blocks that no record straddles.
 uint64_t StorePath::write(RunTask& t) {
   const PackHeader& h = t.upload->header();
   const KindHeader& kind = h.kinds[t.run.kind];
-  const uint32_t per_block = records_per_block(kind.record_bytes);
-  const uint8_t* staged = t.shard->worker.staging.data() + t.run.arg;
-  uint64_t segment_off = kind.data_off + (uint64_t{t.layer} * kind.lanes + t.run.lane) * kind.segment_bytes;
-  uint32_t first_block = uint32_t(segment_off / kBlockBytes) - 1;
+  const uint32_t segment = t.layer * kind.lanes + t.run.lane;
+  const uint32_t map = map_blocks_of(t);
+  const bool is_map = t.next_block < map;
+  const uint32_t from = is_map ? 0 : t.next_block - map;  // blocks
+  const uint32_t count = is_map ? map : std::min(kBufferBlocks, t.blocks - t.next_block);
 
   uint32_t buffer = free_.back();
   uint8_t* to = buffers_.data() + buffer * kBufferBytes;
-  uint32_t count = std::min(kBufferBlocks, t.blocks - t.next_block);
-  for (uint32_t b = 0; b < count; ++b) {
-    uint32_t record = (t.next_block + b) * per_block;
-    uint32_t bytes = std::min(per_block, h.tokens - record) * kind.record_bytes;
-    uint8_t* block = to + uint64_t{b} * kBlockBytes;
-    std::memcpy(block, staged + uint64_t{record} * kind.record_bytes, bytes);
-    std::memset(block + bytes, 0, kBlockBytes - bytes);
-    // Such a block could never be told from a write that was lost.
-    if (all_zero(block, kBlockBytes)) return t.fault = Fault::kInvalidArgument, uint64_t{b + 1} * kBlockBytes;
-    uint32_t number = first_block + t.next_block + b;
-    t.upload->set_crc(number, block_crc(h.build, uint64_t{number} + 1, block));
-  }
+  t.fault = is_map ? pack_map(t, to) : pack_records(t, to, from, count);
+  const uint32_t bytes = count * kBlockBytes;
+  if (t.fault != Fault::kNone) return bytes;
 
-  free_.pop_back();
   Io io{};
-  io.site = Site::kUploadSegment;
+  io.site = is_map ? Site::kUploadMap : Site::kUploadSegment;
+  io.offset = is_map ? h.map_off + uint64_t{segment} * map * kBlockBytes
+                     : kind.data_off + segment * kind.segment_bytes + uint64_t{from} * kBlockBytes;
+  for (uint32_t b = 0; b < count; ++b) {
+    const uint64_t number = io.offset / kBlockBytes + b;
+    t.upload->set_crc(uint32_t(number - 1), block_crc(h.build, number, to + uint64_t{b} * kBlockBytes));
+  }
+  free_.pop_back();
   io.fd = t.upload->fd();
   io.write = true;
   io.buffer = to;
-  io.bytes = count * kBlockBytes;
-  io.offset = segment_off + uint64_t{t.next_block} * kBlockBytes;
+  io.bytes = bytes;
   io.run = &t;
   io.bulk = true;
   io.write_buffer = buffer;
   io_.collect(io);
   ++t.io_in_flight;
   t.next_block += count;
-  return io.bytes;
+  return bytes;
 }
 
 void StorePath::landed(const Io& io, int error) {
@@ -99,7 +134,7 @@ void StorePath::landed(const Io& io, int error) {
     return;
   }
   add(counters_.nvme_write_bytes, io.bytes);
-  add(counters_.store_bytes, io.bytes);
+  if (io.site == Site::kUploadSegment) add(counters_.store_bytes, io.bytes);
 }
 
 void StorePath::end_segment(RunTask& t, bool written) {

@@ -1,4 +1,4 @@
-// Serves STORE runs: staged records become checked blocks of an upload's file.
+// Serves STORE runs: a staged map and its records become checked blocks of an upload's file.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ class StorePath {
   Need step(RunTask& t);
   static bool all_written(const RunTask& t) { return t.fault != Fault::kNone || t.next_block == t.blocks; }
   bool room() const { return !free_.empty(); }
-  // Packs the next blocks and queues their write, unless one of them is refused; returns the bytes that were packed.
-  // Only while there is room.
+  // Packs the next blocks, the map's first, and queues their write, unless they are refused; returns the bytes that
+  // this was worth. Only while there is room.
   uint64_t write(RunTask& t);
   // For a run that was given up, once its writes have ended: its segment is free again.
   void drop(RunTask& t);

@@ -1,4 +1,6 @@
-// A pack that is being written: segments arrive in any order through STORE runs, then map, checksums and header follow.
+// A pack that is being written: segments with their maps arrive in any order through STORE runs, then checksums and
+// header follow. Until then memory holds a state per segment and a checksum per block, both made with the upload; the
+// pages of the checksums are touched as segments come.
 #pragma once
 
 #include <condition_variable>
@@ -10,6 +12,7 @@
 #include "core/pack.h"
 #include "core/ring.h"
 #include "store/counters.h"
+#include "store/direct_io.h"
 #include "store/disk.h"
 #include "store/mapping.h"
 
@@ -27,8 +30,8 @@ class Upload {
   // refused; after kNone end_segment must follow, once no write of the segment is in flight.
   Fault begin_segment(uint32_t kind, uint32_t layer, uint32_t lane);
   void end_segment(uint32_t kind, uint32_t layer, uint32_t lane, bool written);
-  void set_map(uint32_t layer, uint32_t lane, const uint8_t* map);    // u16[tokens], any alignment
-  void set_crc(uint32_t block, uint32_t crc) { crcs_[block] = crc; }  // block counts from the first after the header
+  // Of a block of a segment that was begun; `block` counts from the first after the header.
+  void set_crc(uint32_t block, uint32_t crc) { crcs()[block] = crc; }
 
   uint32_t missing() const;
   void finish();  // durable on return
@@ -40,17 +43,16 @@ class Upload {
 
   size_t segment_index(uint32_t kind, uint32_t layer, uint32_t lane) const;
   void start_finish();
-  void check_map() const;
-  void write_map_and_crcs();
+  uint32_t* crcs() const { return reinterpret_cast<uint32_t*>(table_.data()); }
+  void write_crcs();
   void write_header();
   void make_durable(Site site);
 
   std::string path_;
   Counters& counters_;
-  PackHeader header_;
+  const PackHeader header_;
+  const BlockBuffer table_;  // of checksums, as it will stand in the file
   Fd fd_;
-  std::vector<uint16_t> map_;
-  std::vector<uint32_t> crcs_;
 
   mutable std::mutex mutex_;
   std::condition_variable idle_;

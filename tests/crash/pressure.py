@@ -25,7 +25,7 @@ from tests.support.daemon_process import Daemon
 from tests.support.reliability import add_run
 from tests.support.world import LAYOUT, TOKENS, reservation
 
-PACK_BYTES = 274_432  # of a pack of tests.support.world
+PACK_BYTES = 286_720  # of a pack of tests.support.world
 HELD_PACKS = 48
 CHAINS = HELD_PACKS  # of two packs each: twice what fits
 PINNED = 4

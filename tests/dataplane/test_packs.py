@@ -202,13 +202,42 @@ def test_refused_stores(directory, rng):
         assert rig.store(upload, 0, 0, zeros, order) == bad
         assert rig.store(upload, 0, 0, records, order) == (OK, 0)
         assert rig.store(upload, 0, 0, records, order) == bad  # twice
-        assert rig.store(upload, 0, 1, records, np.zeros(256, np.uint16)) == (OK, 0)
-        with pytest.raises(NativeError) as error:
-            rig.plane.finish_upload(upload)  # no permutation
-        assert error.value.code == "INVALID_ARGUMENT"
         rig.plane.abort_upload(upload)
         assert rig.store(upload, 0, 0, records, order) == bad
         assert rig.plane.stats()["uploads_open"] == 0
+
+
+@pytest.mark.parametrize("tokens", [256, 2048, 2304, 16384])
+def test_a_map_that_is_no_permutation_fails_its_run(directory, rng, tokens):
+    with Rig(directory) as rig:
+        upload = rig.plane.create_upload(str(directory / "p"), spec(rng, 1, 1, 64, tokens))
+        rig.plane.own_upload(rig.worker, upload)
+        records = rng.integers(1, 256, (tokens, 64), np.uint8)
+        order = rng.permutation(tokens).astype(np.uint16)
+        for at, token in ((0, order[-1]), (tokens - 1, order[0]), (tokens // 2, tokens), (tokens - 1, 0xFFFF)):
+            wrong = order.copy()
+            wrong[at] = token
+            assert rig.store(upload, 0, 0, records, wrong) == (ERROR, INVALID_ARGUMENT)
+            assert rig.plane.upload_missing(upload) == 1
+        assert rig.store(upload, 0, 0, records, order) == (OK, 0)
+        rig.plane.finish_upload(upload)
+
+
+@pytest.mark.parametrize("tokens", [256, 1792, 2048, 2304, 16384])
+def test_every_segment_has_whole_blocks_for_its_map(directory, rng, tokens):
+    """They stand between the records and the checksums; what a reader gets is without their padding."""
+    layers, lanes, blocks = 3, 5, -(-tokens * 2 // BLOCK)
+    with Rig(directory) as rig:
+        pack = rig.make_pack(rng, layers, lanes, 64, tokens)
+        assert (rig.map_of(pack) == pack.map).all()
+        assert rig.plane.verify_pack(pack.handle) == []
+        first = 1 + layers * lanes * tokens // 64
+        segments = np.fromfile(pack.path, np.uint16, offset=first * BLOCK, count=layers * lanes * blocks * BLOCK // 2)
+        segments = segments.reshape(layers, lanes, -1)
+        assert (segments[..., :tokens] == pack.map).all()
+        assert not segments[..., tokens:].any()
+        checked = layers * lanes * (tokens // 64 + blocks)
+        assert pack.spec.file_bytes == (1 + checked + -(-(checked + 1) * 4 // BLOCK)) * BLOCK
 
 
 def test_abort_waits_for_writes_and_answers_their_runs(directory, rng):
@@ -216,6 +245,7 @@ def test_abort_waits_for_writes_and_answers_their_runs(directory, rng):
         upload = rig.plane.create_upload(str(directory / "p"), spec(rng, 1, 1, 512, 1024))
         rig.plane.own_upload(rig.worker, upload)
         rig.staging[:] = 1
+        rig.staging[1024 * 512 : 1024 * 514] = np.arange(1024, dtype=np.uint16).view(np.uint8)
         rig.plane.set_faults(delay_us=50_000)
         seq = rig.ring.post(OP_STORE, 0, 0, run(upload, 0), np.zeros((0, 2), np.uint32))
         rig.plane.abort_upload(upload)

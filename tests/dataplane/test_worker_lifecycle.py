@@ -84,6 +84,7 @@ def test_remove_worker_with_everything_in_flight(directory, rng):
         rig.plane.own_upload(rig.worker, upload)
         post_all(rig, epoch, 1024)
         rig.staging[:] = 5
+        rig.staging[1024 * 512 : 1024 * 514] = np.arange(1024, dtype=np.uint16).view(np.uint8)
         rig.post(OP_STORE, 0, run(upload, 0, lane=0))
         rig.plane.remove_worker(rig.worker)
         rig.window[:] = CANARY

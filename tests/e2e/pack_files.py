@@ -52,9 +52,9 @@ class PackFile:
 
     def order(self) -> NDArray[np.uint16]:
         """Record -> token within the pack, uint16[layers, lanes, tokens]."""
-        count = self.layers * self.lanes * self.tokens
-        flat = np.fromfile(self.path, np.uint16, count, offset=self.map_off)
-        return flat.reshape(self.layers, self.lanes, self.tokens)
+        padded = -(-2 * self.tokens // BLOCK_BYTES) * BLOCK_BYTES // 2
+        flat = np.fromfile(self.path, np.uint16, self.layers * self.lanes * padded, offset=self.map_off)
+        return flat.reshape(self.layers, self.lanes, padded)[..., : self.tokens]
 
     def flip(self, offset: int) -> None:
         """Changes one bit on disk, durably."""

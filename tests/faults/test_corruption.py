@@ -45,7 +45,7 @@ class Shelf:
         self.per_block = BLOCK // RECORD_BYTES
         self.segment_blocks = -(-PACK_TOKENS // self.per_block)
         self.data_blocks = LAYERS * LANES * self.segment_blocks
-        map_blocks = -(-LAYERS * LANES * PACK_TOKENS * 2 // BLOCK)
+        map_blocks = LAYERS * LANES * -(-PACK_TOKENS * 2 // BLOCK)
         self.crc_block = 1 + self.data_blocks + map_blocks  # the header is block 0
         assert len(self.clean) == self.crc_block + 1
 

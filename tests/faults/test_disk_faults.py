@@ -21,7 +21,8 @@ from tests.support.world import LAYOUT
 
 ALWAYS = 1 << 40
 ROOT = Path(__file__).parents[2]
-WRITES = ("upload.segment", "upload.tail", "upload.header")
+WRITES = ("upload.map", "upload.segment", "upload.tail", "upload.header")
+ONE_BLOCK = ("upload.map", "upload.tail", "upload.header", "pack.header", "pack.crcs")
 READS = ("pack.header", "pack.crcs", "pack.map", "gather", "read_ahead")
 OTHERS = ("upload.open", "upload.allocate", "upload.tail_sync", "upload.header_sync", "pack.open", "pack.stat")
 # Failures of these are repaired where they happen: another unlink, another submit.
@@ -157,8 +158,8 @@ def test_a_late_operation_changes_nothing(sufferer: Sufferer) -> None:
 def test_a_torn_operation_that_reports_success_is_found_and_not_delivered(sufferer: Sufferer) -> None:
     for site in (*WRITES, *READS):
         for kept in (0, 4096):
-            # A header is one block: it is torn only if nothing of it is kept.
-            whole = site in ("upload.header", "pack.header", "pack.crcs", "pack.map") and kept == 4096
+            # What is one block is torn only if nothing of it is kept.
+            whole = site in ONE_BLOCK and kept == 4096
             code = sufferer.suffer((site, "tear", 1, 1, kept))
             assert code == (None if whole else "DATA_LOSS"), (site, kept)
             assert sufferer.seen == {site: 1}

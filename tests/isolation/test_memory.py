@@ -1,20 +1,15 @@
 """What a worker only declares, or asks for at once, costs the daemon no memory of its own."""
 
-import hashlib
-import mmap
 import resource
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.isolation import private_mib
-from bench.neighbour import ATTACKS, NO_PAIRS, SMALL, SPARSE, Document, Neighbour, require_ok
-from decode_worker import _native
-from kvstore_service.client import NO_PARENT, KindSpec, Layout, PackRef, PackReservation, RingGeometry, StoreClient
+from bench.neighbour import ATTACKS, SMALL, SPARSE, Document, Neighbour
 from tests.isolation.conftest import HOT
 from tests.support.daemon_process import Daemon
 
@@ -71,40 +66,3 @@ def test_a_daemon_without_memory_serves_on(daemon: Daemon, victim: Neighbour) ->
         with pytest.raises(subprocess.TimeoutExpired):
             daemon.process.wait(WATCHED_S)
         victim.fetch(victim.gather(np.arange(8)))
-
-
-def test_reading_maps_takes_no_memory_that_grows_with_them(daemon: Daemon) -> None:
-    """Records of 64 B: no pack has a larger map for its size. 4 MiB, by 4 readers at a time."""
-    layers, lanes, tokens, record_bytes = 8, 16, 16384, 64
-    layout = Layout(hashlib.sha256(b"maps").digest(), layers, (KindSpec(lanes, 32, 1, record_bytes),))
-    segment = tokens * (record_bytes + 2)
-    with StoreClient.connect(daemon.socket, daemon.broker) as client:
-        memory = client.register_worker(1, 4096, segment, [RingGeometry(2, lanes, 1)])
-        staging = np.frombuffer(mmap.mmap(memory.staging_fd, segment), np.uint8)
-        staging[: tokens * record_bytes] = 1
-        staging[tokens * record_bytes :] = np.arange(tokens, dtype=np.uint16).view(np.uint8)
-        ring = _native.RingProducer(*memory.rings[0])
-        client.serve_rings()
-        session = client.open_session(layout, tokens)
-        (reserved,) = client.reserve_pack(session, [PackReservation(0, tokens, hashlib.sha256().digest(), NO_PARENT)])
-        assert reserved.upload_id is not None
-        runs = np.zeros(lanes, _native.RUN_DTYPE)
-        runs["slot"], runs["lane"] = reserved.upload_id, np.arange(lanes)
-        for layer in range(layers):
-            require_ok(ring.wait(ring.post(_native.OP_STORE, 0, layer, runs, NO_PAIRS), 20_000_000))
-        (committed,) = client.commit_pack(session, [reserved.upload_id])
-        pack = committed.pack
-        assert pack is not None
-        before_mib, end_s = private_mib(daemon.pid), time.monotonic() + WATCHED_S
-
-        def read(pack: PackRef) -> None:
-            while time.monotonic() < end_s:
-                assert client.get_map(pack).shape == (layers, lanes, tokens)
-
-        with ThreadPoolExecutor(4) as readers:
-            pending = [readers.submit(read, pack) for _ in range(4)]
-            assert peak_mib(daemon) - before_mib <= EXCESS_MIB_MAX
-            for reader in pending:
-                reader.result()
-        ring.close()
-        memory.close()

@@ -68,7 +68,7 @@ def test_a_window_without_pages_delays_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_refused_stores_count_as_what_they_cost(tmp_path: Path) -> None:
-    """Their last block of a write buffer is empty: all of it is packed, and nothing written."""
+    """Their last block of a write buffer is empty: all of it is packed, and no record written."""
     layers, lanes, tokens, record_bytes, restored = 32, 64, 256, 512, 4096
     geometry = RingGeometry(layers, runs_max=lanes, pairs_max=1)
     rng = np.random.default_rng(2)
@@ -83,6 +83,7 @@ def test_refused_stores_count_as_what_they_cost(tmp_path: Path) -> None:
         rig.plane.own_upload(rig.worker, upload)
         rig.staging[:] = 1
         rig.staging[31 * PAGE : 32 * PAGE] = 0
+        rig.staging[tokens * record_bytes :][: 2 * tokens] = np.arange(tokens, dtype=np.uint16).view(np.uint8)
         refused = np.concatenate([run(upload, 0, lane=lane) for lane in range(lanes)])
         posted = [rig.post(_native.OP_STORE, layer, refused) for layer in range(layers)]
         ticket = victim.post(_native.OP_RANGE, 0, restore)

@@ -164,6 +164,18 @@ def test_a_newer_version_is_refused(tmp_path: Path) -> None:
         Catalog(tmp_path)
 
 
+@pytest.mark.parametrize("change", ["UPDATE meta SET value = value - 1", "DELETE FROM meta"])
+@pytest.mark.parametrize("version", ["version", "pack_version"])
+def test_an_older_version_is_refused_in_one_line(tmp_path: Path, version: str, change: str) -> None:
+    """Catalogues that do not say know packs of version 1."""
+    Catalog(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as db:
+        db.execute(f"{change} WHERE key = ?", (version,))
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"written by an older kvstored .*; use that version or another data_dir$"):
+            Catalog(tmp_path)
+
+
 def test_a_file_that_is_no_database_is_data_loss(tmp_path: Path) -> None:
     Catalog(tmp_path).close()
     (tmp_path / "catalog.sqlite").write_bytes(b"no database at all" * 500)
@@ -384,46 +396,3 @@ def test_pages_pass_their_filter_and_look_at_a_bounded_number_of_rows(
     assert listing(PackFilter(damaged=True)) == [5]
     assert listing(PackFilter(pinned=True)) == [8]
     assert listing(PackFilter(pinned=False, damaged=False, used_before_s=9.5)) == [1, 2, 3, 4, 6, 7, 9]
-
-
-_VERSION_1 = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE tenants (name TEXT PRIMARY KEY, key BLOB NOT NULL);
-CREATE TABLE packs (
-  pack_id BLOB PRIMARY KEY, build BLOB NOT NULL, parent BLOB NOT NULL, fingerprint BLOB NOT NULL, tenant TEXT NOT NULL,
-  first_token INTEGER NOT NULL, tokens INTEGER NOT NULL, layers INTEGER NOT NULL, kinds TEXT NOT NULL,
-  file TEXT NOT NULL UNIQUE, file_bytes INTEGER NOT NULL, created_s REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE sidecars (
-  pack_id BLOB NOT NULL REFERENCES packs(pack_id), build BLOB NOT NULL, kind TEXT NOT NULL, parameters BLOB NOT NULL,
-  file TEXT NOT NULL UNIQUE, file_bytes INTEGER NOT NULL,
-  PRIMARY KEY (pack_id, build, kind, parameters)) WITHOUT ROWID;
-CREATE INDEX packs_by_parent ON packs(parent);
-CREATE TABLE pins (pack_id BLOB PRIMARY KEY) WITHOUT ROWID;
-INSERT INTO meta VALUES ('version', '1');
-"""
-
-
-def test_a_catalogue_of_version_1_is_brought_up_in_place(tmp_path: Path) -> None:
-    with closing(Catalog(tmp_path)) as catalog:
-        parent, child = pack_row(catalog, 1), pack_row(catalog, 2, parent=bytes([1]) * 32)
-    (tmp_path / "catalog.sqlite").unlink()
-    with closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as db:
-        db.executescript(_VERSION_1)
-        index = f"{'ab' * 32}-{'cd' * 8}.sidecar"
-        for row in (child, parent):
-            values = (row.ref.pack_id, row.ref.build, row.parent, LAYOUT.fingerprint, row.tenant, 0, 256, 2,
-                      "[[2, 64, 2, 256]]", row.file, 100, row.created_s)  # fmt: skip
-            db.execute(f"INSERT INTO packs VALUES ({', '.join('?' * 12)})", values)
-        db.execute("INSERT INTO sidecars VALUES (?, ?, 'hash', ?, ?, 9)", (*values[:2], b"", index))
-        db.execute("INSERT INTO tenants VALUES ('uid-0', ?)", (b"k" * 32,))
-        db.execute("INSERT INTO pins VALUES (?)", (parent.ref.pack_id,))
-    (tmp_path / "sidecars" / index).write_bytes(bytes(9))
-    for _ in range(2):
-        with closing(Catalog(tmp_path)) as catalog:
-            assert catalog.packs() == [parent, child]
-            assert catalog.totals() == summed(catalog) == Totals(2, 200, 9)
-            assert catalog.uses.is_pinned(parent.ref.pack_id)
-            assert not catalog.uses.is_pinned(child.ref.pack_id)
-            assert [victim.row for victim in catalog.uses.victims(5)] == [child]
-            assert catalog.tenant_key("uid-0") == b"k" * 32
-            assert catalog.sidecar_kinds(parent.ref.pack_id) == ["hash"]

@@ -32,7 +32,7 @@ from tests.support.daemon_process import Daemon
 from tests.support.life import until
 from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, candidate, expected, reservation
 
-PACK_BYTES = 274_432  # of a pack of tests.support.world
+PACK_BYTES = 286_720  # of a pack of tests.support.world
 RECORDS = np.arange(TOKENS, dtype=np.uint32)
 
 

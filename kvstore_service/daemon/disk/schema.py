@@ -1,4 +1,4 @@
-"""The catalogue's tables, and how an older version becomes this one.
+"""The catalogue's tables.
 
 Triggers keep what would else be a scan: `totals`, and how many packs continue each pack.
 """
@@ -7,6 +7,7 @@ import secrets
 import sqlite3
 from pathlib import Path
 
+from kvstore_service._native import PACK_VERSION
 from kvstore_service.shared.types import StoreError
 
 CATALOG_VERSION = 2
@@ -73,44 +74,28 @@ _TRIGGERS = (
       {_total(_tenant_of("old"), sidecar_bytes="-old.file_bytes")}
     END""",
 )  # fmt: skip
-# Version 1 knew a pack's use and importance only as its creation, and a pin for ever only.
-_FROM_1 = (
-    "ALTER TABLE packs RENAME TO packs_1",
-    "ALTER TABLE sidecars RENAME TO sidecars_1",
-    "ALTER TABLE pins RENAME TO pins_1",
-    "DROP INDEX packs_by_parent",
-    *_TABLES,
-    *_TRIGGERS,
-    """INSERT INTO packs (pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes,
-      created_s, last_used_s, pinned_until_s)
-      SELECT pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes,
-      created_s, created_s, CASE WHEN pack_id IN (SELECT pack_id FROM pins_1) THEN 9e999 END FROM packs_1
-      ORDER BY first_token""",
-    "INSERT INTO sidecars SELECT * FROM sidecars_1",
-    "DROP TABLE sidecars_1",
-    "DROP TABLE pins_1",
-    "DROP TABLE packs_1",
-)
 
 
 def bring_up(db: sqlite3.Connection, data_dir: Path) -> str:
-    """Creates the tables, or brings those of an older version up to this one, whole or not at all.
+    """Creates the tables, whole or not at all, in a fresh catalogue.
 
-    Returns the catalogue's id. FAILED_PRECONDITION if a newer version wrote them."""
-    version = _version(db)
-    if version > CATALOG_VERSION:
+    Returns the catalogue's id. FAILED_PRECONDITION if another version wrote it, or the packs that it knows."""
+    known = (CATALOG_VERSION, PACK_VERSION)
+    held = _versions(db)
+    if held not in (None, known):
+        writer = "a newer" if any(theirs > ours for theirs, ours in zip(held, known, strict=True)) else "an older"
         raise StoreError(
             "FAILED_PRECONDITION",
-            f"{data_dir} was written by a newer kvstored (catalogue version {version}, this one knows "
-            f"{CATALOG_VERSION}); use that version or another data_dir",
+            f"{data_dir} was written by {writer} kvstored (catalogue version {held[0]}, packs of version {held[1]}; "
+            f"this one knows {known[0]} and {known[1]}); use that version or another data_dir",
         )
     db.execute("BEGIN IMMEDIATE")
     try:
-        for statement in (*(_FROM_1 if version == 1 else ()), *_TABLES, *_TRIGGERS, *_INDEXES):
+        for statement in (*_TABLES, *_TRIGGERS, *_INDEXES):
             db.execute(statement)
         db.execute("INSERT OR IGNORE INTO totals (tenant) VALUES (?)", (EVERYONE,))
-        db.execute("INSERT OR REPLACE INTO meta VALUES ('version', ?)", (str(CATALOG_VERSION),))
-        fresh = [("id", secrets.token_hex(CATALOG_ID_BYTES)), ("commits", "0")]
+        versions = [("version", str(CATALOG_VERSION)), ("pack_version", str(PACK_VERSION))]
+        fresh = [*versions, ("id", secrets.token_hex(CATALOG_ID_BYTES)), ("commits", "0")]
         db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", fresh)
         (catalog_id,) = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
         db.execute("COMMIT")
@@ -121,9 +106,10 @@ def bring_up(db: sqlite3.Connection, data_dir: Path) -> str:
     return str(catalog_id)
 
 
-def _version(db: sqlite3.Connection) -> int:
-    """0 for a catalogue without tables."""
+def _versions(db: sqlite3.Connection) -> tuple[int, int] | None:
+    """Of the catalogue and of packs; None for a catalogue without tables. One that does not say has packs of version
+    1."""
     if not db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]:
-        return 0
-    row = db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
-    return int(row[0]) if row is not None else 0
+        return None
+    held = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('version', 'pack_version')"))
+    return int(held.get("version", 0)), int(held.get("pack_version", 1))

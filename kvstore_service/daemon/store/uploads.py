@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore_service._native import BLOCK_BYTES
 from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config
 from kvstore_service.daemon.disk.ballast import Ballast, free_bytes
@@ -38,7 +39,9 @@ UPLOADS_MAX = 4096
 UPLOADS_PER_USER = 2048
 UPLOADS_PER_WORKER = 1024
 SHARE_PER_USER = 0.75  # of nvme_bytes, in uploads at a time
+MEMORY_PER_USER = 512 << 20  # of the daemon's, for uploads of about 512 GiB at a time
 RETRY_S = 0.1  # when to ask again for a pack that another worker is writing
+CRC_BYTES = 4
 _FINISH_THREADS = 4
 
 
@@ -126,7 +129,15 @@ class Uploads:
             ):
                 if count + len(wanted) > limit:
                     raise full(subject, f"{count} are open and {len(wanted)} more are asked for; at most {limit}")
-            open_bytes, more_bytes = (sum(item.file_bytes for item in rows) for rows in ([u.row for u in mine], wanted))
+            rows = [upload.row for upload in mine]
+            held_bytes, more_bytes = (sum(map(memory_bytes, some)) for some in (rows, wanted))
+            if held_bytes + more_bytes > MEMORY_PER_USER:
+                raise full(
+                    "memory of uploads",
+                    f"open uploads of this user take {held_bytes} B of the daemon's memory, {more_bytes} B more are "
+                    f"asked for, at most {MEMORY_PER_USER} B may be; commit or abort them, or reserve less at once",
+                )
+            open_bytes, more_bytes = (sum(row.file_bytes for row in some) for some in (rows, wanted))
             if open_bytes and open_bytes + more_bytes > SHARE_PER_USER * self._nvme_bytes:
                 most = int(SHARE_PER_USER * self._nvme_bytes)
                 raise full(
@@ -411,6 +422,11 @@ class Uploads:
 def pack_id(tenant_key: bytes, parent: bytes, fingerprint: bytes, token_digest: bytes) -> bytes:
     """The identity of a pack: what was computed, from what, for whom."""
     return hmac.new(tenant_key, parent + fingerprint + token_digest, hashlib.sha256).digest()
+
+
+def memory_bytes(row: PackRow) -> int:
+    """What the data plane holds of the upload: a checksum for each block, a state for each segment."""
+    return row.file_bytes // BLOCK_BYTES * CRC_BYTES + row.layout.layers * sum(kind.lanes for kind in row.layout.kinds)
 
 
 def _check(item: PackReservation, pack_tokens: int) -> None:

@@ -37,7 +37,7 @@ void copy_thread_begins() { copy_thread = true; }
 }  // namespace headgate::shim
 
 // The module's own, all of which go by malloc. A sanitizer has one for the whole process: then nothing fails.
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#ifndef HEADGATE_SANITIZED
 void* operator new(size_t bytes) {
   headgate::shim::look();
   if (void* memory = std::malloc(bytes ? bytes : 1)) return memory;

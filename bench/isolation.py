@@ -1,8 +1,9 @@
 """What does a worker feel of its neighbours? Against the same worker alone in the same run, and against the bounds.
 
 One copy thread. A victim that does ordinary things shares the daemon with an attacker in a process of its own, which
-does what a worker may do: tickets of many runs, 64 busy rings, RANGEs from the disk, memory that it only declares. Each
-repeat measures the victim alone (the attacker is paused) and attacked.
+does what a worker may do: tickets of many runs, 64 busy rings, RANGEs from the disk, binding anew with thousands of
+runs under way, memory that it only declares. Each repeat measures the victim alone (the attacker is paused) and
+attacked.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def measure(settings: Settings = Settings()) -> list[Figure]:
 
 def _hot_p99(daemon: PrivateDaemon, victim: Neighbour, settings: Settings, bulk: Document) -> list[Figure]:
     figures, everywhere = [], []
-    for name, attack, document in (("flood", "flood", _flooded()), ("cold_neighbour", "bulk", bulk)):
+    flood, cold, rebinding = ("flood", _flooded()), ("bulk", bulk), ("rebind", bulk)
+    for name, (attack, document) in (("flood", flood), ("cold_neighbour", cold), ("rebinding_neighbour", rebinding)):
         alone, attacked = _paired(daemon, attack, document, settings, lambda: _p99_us(victim, settings))
         everywhere += alone
         figures += _bounded(f"hot_p99_us.{name}", attacked, "us", HOT_P99_US_MAX, alone)

@@ -271,18 +271,22 @@ MANY_RUNS, MANY_PAIRS = 65534, 1 << 20
 COLD_RUNS = 30_000
 PAIRS_MAX = 1 << 24
 SPARSE = RingGeometry(tickets=16, runs_max=1, pairs_max=(512 << 20) // 16 // 8)
+REBIND_RUNS = 128
+REBIND_NAP_S = 0.02
 BULK_RECORDS = (192 << 20) // (LANES * RECORD_BYTES)
 
 
 @dataclass(frozen=True)
 class Attack:
-    """How a neighbour behaves: its rings, and the tickets that it posts on them. `valid`: each of them is served."""
+    """How a neighbour behaves: its rings, and the tickets that it posts on them. `valid`: each of them is served.
+    `rebinds`: its slot, whenever all are posted."""
 
     geometry: RingGeometry
     rings: int
     tickets: Callable[[Neighbour], Iterator[Post]]
     in_flight: int = IN_FLIGHT
     valid: bool = True
+    rebinds: bool = False  # as soon as they are posted
 
 
 def _flood(neighbour: Neighbour) -> Iterator[Post]:
@@ -317,6 +321,13 @@ def _bulk(neighbour: Neighbour) -> Iterator[Post]:
     return itertools.cycle(tickets)
 
 
+def _rebind(neighbour: Neighbour) -> Iterator[Post]:
+    """Runs that wait for the disk, as many on each ring as may be under way at once."""
+    parts = itertools.cycle(range(0, neighbour.tokens - PLACES + 1, PLACES))
+    while True:
+        yield neighbour.range(next(parts), PLACES, REBIND_RUNS)
+
+
 _BUSY = RingGeometry(16, BUSY_RUNS, BUSY_RUNS * BUSY_PAIRS)
 ATTACKS = {
     "flood": Attack(RingGeometry(2, FLOOD_RUNS, FLOOD_RUNS * FLOOD_PAIRS), 1, _flood),
@@ -326,6 +337,7 @@ ATTACKS = {
     "busy_1": Attack(_BUSY, 1, _busy),
     "busy_8": Attack(_BUSY, 8, _busy),
     "busy_64": Attack(_BUSY, 64, _busy),
+    "rebind": Attack(RingGeometry(2, REBIND_RUNS, 1), 64, _rebind, in_flight=1, valid=False, rebinds=True),
 }
 
 
@@ -382,6 +394,13 @@ def main() -> int:
         for _, ring in itertools.product(range(attack.in_flight), range(attack.rings)):
             pending.append((ring, worker.post(next(tickets), ring)))
         print("ready", flush=True)
+        while attack.rebinds:
+            time.sleep(REBIND_NAP_S)
+            worker.unbind()
+            worker.bind()
+            for ring, seq in pending:
+                worker.rings[ring].wait(seq, WAIT_US, 0)
+            pending = deque((ring, worker.post(next(tickets), ring)) for ring in range(attack.rings))
         while True:
             ring, seq = pending.popleft()
             answer = worker.rings[ring].wait(seq, WAIT_US, 0)

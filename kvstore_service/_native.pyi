@@ -80,6 +80,27 @@ def io_shim_set(rules: Sequence[tuple[str, str, int, int, int]]) -> None:
 def io_shim_counts() -> dict[str, tuple[int, int]]:
     """Only in test builds: {site: (operations, of them with a fault)} since the last `io_shim_set`; every site."""
 
+def copy_shim_set(
+    stopped: bool = False,
+    delay_us: int = 0,
+    delay_random: bool = False,
+    fail_every: int = 0,
+    reorder: bool = False,
+    seed: int = 0,
+    only_thread: int = -1,
+) -> None:
+    """Only in test builds, for every data plane in the process: stop the copy threads' serving, or that of
+    `only_thread` (no tickets, copies or heartbeats, as if the daemon were stopped; they still run commands such as
+    remove_worker), delay each run before its first copy (exactly delay_us, or uniformly up to it), end every n-th run
+    in ERROR/INTERNAL after half of its copies, begin the runs of a ticket in random order."""
+
+def alloc_shim_set(nth: int = 0, times: int = 1, strange: bool = False) -> None:
+    """Only in test builds: allocations [nth, nth + times) of the copy threads, counted from now and from 1, throw
+    std::bad_alloc, or with `strange` an exception that nothing expects. nth 0: none."""
+
+def alloc_shim_count() -> int:
+    """Only in test builds: allocations of the copy threads since the last `alloc_shim_set`."""
+
 class ClockPolicy:
     """The eviction policy of the frames, by itself. `victim` and `coldest` return 2**32 - 1 if there is none."""
 
@@ -235,18 +256,3 @@ class DataPlane:
     def drain_trace(self) -> NDArray[np.uint64]:
         """Copy times of tickets since the last call (a bounded ring of the latest 4096), uint64[n, 6]:
         (worker << 16 | ring, seq, step << 16 | layer, seen_ns, first_copy_ns or 0, done_ns), CLOCK_MONOTONIC."""
-    def set_faults(
-        self,
-        stopped: bool = False,
-        delay_us: int = 0,
-        delay_random: bool = False,
-        fail_every: int = 0,
-        reorder: bool = False,
-        seed: int = 0,
-        only_thread: int = -1,
-    ) -> None:
-        """For tests: stop the copy threads' serving, or that of `only_thread` (no tickets, copies or heartbeats, as if
-        the daemon were stopped; they still run commands such as remove_worker), delay each run before
-        its first copy (exactly delay_us, or uniformly up to it), end every n-th run in ERROR/INTERNAL after half of
-        its copies,
-        complete runs of a ticket in random order."""

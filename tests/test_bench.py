@@ -88,7 +88,8 @@ def test_isolation(capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed(isolation.measure(few), capsys)
     names = {figure["name"] for figure in shown} - {"hot_p99_us.slow_disk"}  # where there is such a build
     assert names == {
-        "hot_p99_us.alone", "hot_p99_us.flood", "hot_p99_us.cold_neighbour", "victim_share.one_ring",
+        "hot_p99_us.alone", "hot_p99_us.flood", "hot_p99_us.cold_neighbour",
+        "hot_p99_us.rebinding_neighbour", "victim_share.one_ring",
         "victim_share.8_rings", "victim_share.64_rings", "unbind_ms.flood", "cold_read_ms.behind_range",
         "range_gbps.8192_runs", "range_gbps.8192_runs.share", "rss_excess_mib.sparse_ring",
         "rss_excess_mib.cold_ticket", "rss_excess_mib.many_runs",

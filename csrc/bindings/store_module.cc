@@ -21,6 +21,10 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace headgate;
 
+#ifdef HEADGATE_IO_SHIM
+void bind_shim(nb::module_& m);  // shim.cc
+#endif
+
 namespace {
 
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
@@ -284,43 +288,8 @@ void bind_data_plane(nb::module_& m) {
       .def("stats", [](DataPlane& plane) { return figures_of(plane, &DataPlane::stats); })
       .def("census", [](DataPlane& plane) { return figures_of(plane, &DataPlane::census); })
       .def("histograms", &histograms)
-      .def("drain_trace", &drain_trace)
-      .def(
-          "set_faults",
-          [](DataPlane& plane, bool stopped, uint32_t delay_us, bool delay_random, uint32_t fail_every, bool reorder,
-             uint64_t seed, int only_thread) {
-            plane.set_faults(FaultOptions{stopped, delay_random, reorder, only_thread, delay_us, fail_every, seed});
-          },
-          "stopped"_a = false, "delay_us"_a = 0, "delay_random"_a = false, "fail_every"_a = 0, "reorder"_a = false,
-          "seed"_a = 0, "only_thread"_a = -1, NoGil());
+      .def("drain_trace", &drain_trace);
 }
-
-#ifdef HEADGATE_IO_SHIM
-
-using ShimRule = std::tuple<std::string, std::string, uint64_t, uint64_t, uint64_t>;
-
-void set_shim(const std::vector<ShimRule>& wanted) {
-  static const std::map<std::string, shim::Action> actions{{"fail", shim::Action::kFail},
-                                                           {"shorten", shim::Action::kShorten},
-                                                           {"tear", shim::Action::kTear},
-                                                           {"delay", shim::Action::kDelay}};
-  std::vector<shim::Rule> rules;
-  for (const auto& [site, action, nth, times, value] : wanted) {
-    auto found = actions.find(action);
-    if (found == actions.end()) throw invalid_argument("no action " + action);
-    rules.push_back({site, found->second, nth, times, value});
-  }
-  shim::set(std::move(rules));
-}
-
-nb::dict shim_counts() {
-  nb::dict out;
-  auto counts = shim::counts();
-  for (size_t i = 0; i < counts.size(); ++i) out[kSiteNames[i]] = nb::make_tuple(counts[i].first, counts[i].second);
-  return out;
-}
-
-#endif
 
 }  // namespace
 
@@ -334,8 +303,7 @@ NB_MODULE(_native, m) {
   bind_policy(m);
   bind_data_plane(m);
 #ifdef HEADGATE_IO_SHIM
-  m.def("io_shim_set", &set_shim, "rules"_a);
-  m.def("io_shim_counts", &shim_counts);
+  bind_shim(m);
 #endif
   m.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); }, "data"_a);
   m.def("block_crcs", &block_crcs, "build"_a, "first_block"_a, "blocks"_a);

@@ -3,7 +3,8 @@
  *
  * A worker posts two tickets: runs of either epoch, the second perhaps a CANCEL of the first. The loop takes tickets whole, but begins
  * their runs one by one, and copies each in portions; a portion is hot, or needs a frame and a read. At any moment a run's deadline may
- * pass. The control plane unbinds and binds anew through commands, and may give up waiting for one. Reads land whenever they like.
+ * pass. The control plane unbinds and binds anew through commands, and may give up waiting for one. An unbind takes several calls, and
+ * looks at no task twice. Reads land whenever they like.
  * There are two tasks and one frame, so tasks are reused and runs wait for frames. */
 
 #define TICKETS 2
@@ -36,6 +37,8 @@ bool loaded[TASKS];     /* its portion has been read */
 byte reads[TASKS];      /* in flight */
 bool holds[TASKS];      /* the frame */
 bool bound;
+bool leaving;           /* an unbind is under way */
+byte next;              /* the task that it looks at next */
 byte epoch;
 
 /* The frame: whose portion it is kept for, and whose it holds. A portion of run r is PORTION(r, left). */
@@ -45,7 +48,7 @@ chan disk = [TASKS + 1] of { byte, byte };      /* task, portion */
 chan landed = [TASKS + 1] of { byte };          /* task */
 
 /* Commands. */
-mtype { NONE, WAITING, BEGUN, DONE, UNBIND, BIND };
+mtype { NONE, WAITING, RUNNING, PAUSED, DONE, UNBIND, BIND };
 mtype command = NONE, kind = UNBIND;
 bool caller_gone;       /* it gave up waiting: its stack is no more */
 
@@ -104,16 +107,6 @@ inline give_up(i)
 
 #define live(i) (run_of[i] != NOBODY && !ended[i])
 
-inline give_up_all_of_the_slot()
-{
-#ifdef UNBIND_LEAVES_RUNS
-	skip
-#else
-	if :: live(0) -> give_up(0) :: else fi;
-	if :: live(1) -> give_up(1) :: else fi
-#endif
-}
-
 proctype Worker()
 {
 	byte r;
@@ -152,8 +145,10 @@ inline take()
 
 #ifdef ADMIT_AT_TAKE
 #define ADMITTED(r) ((r) < 2 -> admitted : bound && epoch == EPOCH_OF(owner[r]))
-#else
+#elif defined(UNBIND_ADMITS_MEANWHILE)
 #define ADMITTED(r) (bound && epoch == EPOCH_OF(owner[r]))
+#else
+#define ADMITTED(r) (bound && !leaving && epoch == EPOCH_OF(owner[r]))
 #endif
 #ifdef CANCEL_FORGETS_UNBEGUN
 #define CANCELLED(r) false
@@ -224,8 +219,18 @@ inline late(i)
 inline carry_out()
 {
 	if
-	:: kind == UNBIND -> give_up_all_of_the_slot(); bound = false
-	:: kind == BIND -> epoch = EPOCH_OF(epoch + 1); bound = true
+#ifdef UNBIND_LEAVES_RUNS
+	:: kind == UNBIND -> bound = false; command = DONE
+#else
+	:: kind == UNBIND && next == 0 ->
+		leaving = true;
+		if :: live(0) -> give_up(0) :: else fi;
+		next = 1; command = PAUSED
+	:: kind == UNBIND && next == 1 ->
+		if :: live(1) -> give_up(1) :: else fi;
+		next = 0; leaving = false; bound = false; command = DONE
+#endif
+	:: kind == BIND -> epoch = EPOCH_OF(epoch + 1); bound = true; command = DONE
 	fi
 }
 
@@ -237,10 +242,8 @@ proctype Loop()
 	bool admitted;
 #endif
 end:	do
-	:: command == WAITING ->
-		command = BEGUN;
-		atomic { carry_out(); assert(!caller_gone) };
-		command = DONE
+	:: atomic { command == WAITING || command == PAUSED -> command = RUNNING };
+		atomic { carry_out(); assert(!caller_gone) }
 	:: atomic { taken < posted -> take() }
 	:: atomic { TO_BEGIN && run_of[0] == NOBODY -> begin(0) }
 	:: atomic { TO_BEGIN && run_of[1] == NOBODY -> begin(1) }
@@ -260,20 +263,20 @@ end:	do
 	od
 }
 
-/* Calls return when the loop has carried them out, or give up waiting for one that has not begun. */
+/* Calls return when the loop has carried them out, or take back one that is not running. */
 inline call(what)
 {
 	atomic { kind = what; caller_gone = false; command = WAITING };
 	if
 	:: atomic { command == DONE -> command = NONE; returned = true }
 	:: atomic {
-#ifdef BEGUN_COMMAND_ABANDONED
-			command == WAITING || command == BEGUN ->
+#ifdef RUNNING_COMMAND_ABANDONED
+			command == WAITING || command == RUNNING || command == PAUSED ->
 #else
-			command == WAITING ->
+			command == WAITING || command == PAUSED ->
 #endif
 			returned = false;
-#if defined(ABANDONED_COMMAND_STAYS) || defined(BEGUN_COMMAND_ABANDONED)
+#if defined(ABANDONED_COMMAND_STAYS) || defined(RUNNING_COMMAND_ABANDONED)
 			caller_gone = true
 #else
 			command = NONE
@@ -287,7 +290,9 @@ proctype Control()
 	bool returned;
 	atomic { epoch = 1; bound = true; binding = 1 };
 #ifdef UNBIND_BY_THE_CALLER
-	give_up_all_of_the_slot(); bound = false; returned = true;
+	if :: live(0) -> give_up(0) :: else fi;
+	if :: live(1) -> give_up(1) :: else fi;
+	bound = false; returned = true;
 #else
 	call(UNBIND);
 #endif

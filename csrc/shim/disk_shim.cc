@@ -16,7 +16,7 @@ constexpr uint8_t kGarbage = 0xa5;
 
 std::mutex mutex;
 std::vector<Rule> rules;
-std::vector<std::pair<uint64_t, uint64_t>> counted(size_t(Site::kCount));
+std::vector<std::pair<uint64_t, uint64_t>> counted(std::size(kSiteNames));
 
 }  // namespace
 

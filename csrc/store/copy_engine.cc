@@ -16,17 +16,16 @@ constexpr uint64_t kNapNs = 50 * kMicrosecond;        // while reads are in flig
 constexpr uint64_t kSleepNs = 50'000 * kMicrosecond;  // while idle: then a heartbeat
 constexpr uint64_t kDrainNapNs = 1'000 * kMicrosecond;
 constexpr uint64_t kDrainNs = 3'000'000 * kMicrosecond;  // a disk that hangs does not keep the daemon from ending
+constexpr uint64_t kCommandsNs = 50 * kMicrosecond;      // then workers are served
 constexpr auto kCallDeadline = std::chrono::seconds(5);
 
 }  // namespace
 
-CopyEngine::CopyEngine(EngineOptions options, Frames& frames, Counters& counters, Faults& faults, Trace& trace,
+CopyEngine::CopyEngine(EngineOptions options, Frames& frames, Counters& counters, Trace& trace,
                        std::function<void()> alarm)
     : options_(options),
       counters_(counters),
-      faults_(faults),
-      service_(options.thread, options.io_depth, options.bulk_bytes_max, frames, counters, faults, trace,
-               std::move(alarm)) {
+      service_(options.thread, options.io_depth, options.bulk_bytes_max, frames, counters, trace, std::move(alarm)) {
   thread_ = std::thread([this] { loop(); });
 }
 
@@ -37,6 +36,7 @@ CopyEngine::~CopyEngine() { stop(); }
 void CopyEngine::loop() {
   prctl(PR_SET_NAME, "headgate-copy");
   prctl(PR_SET_TIMERSLACK, kMicrosecond);
+  shim::copy_thread_begins();
   while (!stopping_.load(std::memory_order_acquire)) {
     try {
       wait_for_work(turn());
@@ -50,7 +50,7 @@ void CopyEngine::loop() {
 // Every step is bounded, whatever the workers post: none of them is kept from being looked at for long.
 bool CopyEngine::turn() {
   bool worked = run_commands();  // 1  what the control plane asks
-  if (faults_.stops(options_.thread)) return worked;
+  if (shim::stops(options_.thread)) return worked;
   worked |= service_.reap();      // 2  verify some of what was read, free what was written
   worked |= service_.serve();     // 3  take tickets, plan, copy and answer, in fair turns for about 50 us
   worked |= service_.transfer();  // 4  submit reads and writes: decode, then bulk, then read-ahead
@@ -62,33 +62,40 @@ bool CopyEngine::run_commands() {
   if (!asked_.load(std::memory_order_acquire)) return false;
   std::unique_lock lock(mutex_);
   asked_.store(false, std::memory_order_relaxed);
-  bool any = !calls_.empty();
-  while (!calls_.empty()) {
-    std::shared_ptr<Call> call = std::move(calls_.front());
-    calls_.pop_front();
-    call->state = State::kBegun;
+  bool any = !calls_.empty(), paused = false;
+  for (const uint64_t end_ns = now_ns() + kCommandsNs; !calls_.empty() && !paused && now_ns() < end_ns;) {
+    std::shared_ptr<Call> call = calls_.front();
+    call->state = State::kRunning;
     lock.unlock();
+    bool done = true;
     try {
-      (*call->command)(service_);
+      done = (*call->command)(service_);
     } catch (...) {
       call->error = std::current_exception();
     }
     lock.lock();
-    call->state = State::kDone;
+    paused = !done;
+    call->state = done ? State::kDone : State::kPaused;
+    if (done) {
+      calls_.pop_front();
+    } else {
+      calls_.splice(calls_.end(), calls_, calls_.begin());  // others may be shorter
+    }
     call_done_.notify_all();
   }
+  if (!calls_.empty()) asked_.store(true, std::memory_order_relaxed);
   return any;
 }
 
 void CopyEngine::wait_for_work(bool worked) {
   uint64_t now = now_ns();
   if (worked) last_work_ns_ = now;
-  bool serving = !faults_.stops(options_.thread);
+  const bool serving = !shim::stops(options_.thread);
   if (serving && (worked || service_.runnable())) return;
   if (serving && service_.transferring()) {
     service_.wait_for_transfer(kNapNs);
   } else if (serving && service_.waiting()) {
-    timespec nap = to_timespec(kNapNs / 2);  // delayed runs, and those that wait for frames
+    timespec nap = to_timespec(kNapNs / 2);  // for frames, mostly
     nanosleep(&nap, nullptr);
   } else if (now - last_work_ns_ < options_.spin_us * kMicrosecond) {
     cpu_relax();
@@ -113,7 +120,7 @@ void CopyEngine::sleep() {
 
 bool CopyEngine::anything_to_take() const {
   if (stopping_.load(std::memory_order_acquire) || asked_.load(std::memory_order_acquire)) return true;
-  if (faults_.stops(options_.thread)) return false;
+  if (shim::stops(options_.thread)) return false;
   return std::any_of(service_.rings().begin(), service_.rings().end(),
                      [](const RingWork* ring) { return ring->dead() || ring->consumer->ready(); });
 }
@@ -135,8 +142,8 @@ void CopyEngine::drain() {
 
 void CopyEngine::call(const Command& command) { wait(post(command)); }
 
-void CopyEngine::call(std::span<CopyEngine* const> engines, const Command& command, size_t& done) {
-  done = 0;
+void CopyEngine::call(std::span<CopyEngine* const> engines, const Command& command, size_t& touched) {
+  touched = 0;
   std::vector<std::shared_ptr<Call>> calls(engines.size());
   std::exception_ptr error;
   for (size_t i = 0; i < engines.size(); ++i) {
@@ -150,9 +157,10 @@ void CopyEngine::call(std::span<CopyEngine* const> engines, const Command& comma
     if (!calls[i]) continue;
     try {
       engines[i]->wait(calls[i]);
-      ++done;
+      ++touched;
     } catch (...) {
       error = std::current_exception();
+      touched += calls[i]->state == State::kPaused;
     }
   }
   if (error) std::rethrow_exception(error);
@@ -169,13 +177,16 @@ std::shared_ptr<CopyEngine::Call> CopyEngine::post(const Command& command) {
 
 void CopyEngine::wait(const std::shared_ptr<Call>& call) {
   std::unique_lock lock(mutex_);
-  if (!call_done_.wait_until(lock, call->deadline, [&] { return call->state != State::kWaiting; })) {
-    std::erase(calls_, call);
-    add(counters_.calls_late);
-    throw unavailable(
-        "the copy thread does not answer; is the disk stuck? See the kernel's log, or restart the daemon");
+  auto done = [&] { return call->state == State::kDone; };
+  if (!call_done_.wait_until(lock, call->deadline, done)) {
+    call_done_.wait(lock, [&] { return call->state != State::kRunning; });  // what it refers to is the caller's
+    if (!done()) {
+      std::erase(calls_, call);
+      add(counters_.calls_late);
+      throw unavailable(
+          "the copy thread does not answer; is the disk stuck? See the kernel's log, or restart the daemon");
+    }
   }
-  call_done_.wait(lock, [&] { return call->state == State::kDone; });
   if (call->error) std::rethrow_exception(call->error);
 }
 
@@ -193,7 +204,8 @@ void CopyEngine::stop() {
   stopping_.store(true, std::memory_order_release);
   nudge();
   if (thread_.joinable()) thread_.join();
-  run_commands();  // those that came too late for the thread: it is gone, so this is the only one
+  while (run_commands()) {  // those that came too late for the thread: it is gone, so this is the only one
+  }
 }
 
 }  // namespace headgate

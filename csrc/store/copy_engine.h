@@ -4,8 +4,8 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -27,28 +27,28 @@ struct EngineOptions {
 // holds when the command has run on every engine that serves one.
 class CopyEngine {
  public:
-  using Command = std::function<void(RingService&)>;
+  // Returns whether it is done; otherwise it is called again, after some turns of the loop.
+  using Command = std::function<bool(RingService&)>;
 
   // `alarm` makes every engine look around.
-  CopyEngine(EngineOptions options, Frames& frames, Counters& counters, Faults& faults, Trace& trace,
-             std::function<void()> alarm);
+  CopyEngine(EngineOptions options, Frames& frames, Counters& counters, Trace& trace, std::function<void()> alarm);
   ~CopyEngine();
 
-  // Runs `command` on the thread, between steps, and waits for it; passes on what it throws. UNAVAILABLE once stopped,
-  // and if the thread does not begin it within 5 s: then it never will. Commands wait for nothing.
+  // Runs `command` on the thread, between steps, until it is done; passes on what it throws. UNAVAILABLE once stopped,
+  // and after 5 s: from then on it is not called any more. Commands wait for nothing, and each call of one is short.
   void call(const Command& command);
   // The same on several threads at once, within the same time; passes on the last error when all have ended, and
-  // leaves in `done` on how many it was carried out.
-  static void call(std::span<CopyEngine* const> engines, const Command& command, size_t& done);
+  // leaves in `touched` on how many it was carried out, all or in part.
+  static void call(std::span<CopyEngine* const> engines, const Command& command, size_t& touched);
   // Poisons every ring, waits some seconds for the I/O in flight, ends the thread. Idempotent.
   void stop();
-  // Makes the thread look around (its faults changed).
+  // Makes the thread look around.
   void nudge();
 
  private:
-  enum class State : uint8_t { kWaiting, kBegun, kDone };
+  enum class State : uint8_t { kWaiting, kRunning, kPaused, kDone };
   struct Call {
-    const Command* command;  // valid until it is done or taken back
+    const Command* command;  // valid until it is done, failed or taken back
     std::chrono::steady_clock::time_point deadline;
     State state = State::kWaiting;
     std::exception_ptr error;
@@ -67,13 +67,12 @@ class CopyEngine {
 
   const EngineOptions options_;
   Counters& counters_;
-  Faults& faults_;
   RingService service_;
   uint64_t last_work_ns_ = 0;
 
   mutable std::mutex mutex_;
   std::condition_variable call_done_;
-  std::deque<std::shared_ptr<Call>> calls_;
+  std::list<std::shared_ptr<Call>> calls_;
   bool accepts_calls_ = true;
   std::atomic<bool> asked_{false};  // there may be commands
   std::atomic<bool> stopping_{false};

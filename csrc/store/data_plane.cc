@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "core/futex.h"
+#include "store/shard.h"
 
 namespace headgate {
 namespace {
@@ -38,7 +39,7 @@ DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent
   for (uint32_t i = 0; i < o.copy_threads; ++i)
     engines_.push_back(std::make_unique<CopyEngine>(
         EngineOptions{i, o.io_depth, o.spin_us, std::max(kBulkBytes / o.copy_threads, kBulkBytesMin)}, frames_,
-        counters_, faults_, trace_, [this] { nudge(); }));
+        counters_, trace_, [this] { nudge(); }));
   load_.resize(o.copy_threads);
 }
 
@@ -109,7 +110,7 @@ void DataPlane::drop_upload(const UploadEntry& entry, uint32_t upload) {
   if (!entry.owner) return;
   Worker& owner = *entry.owner;
   auto controlled = control(owner);
-  call(owner, [&](RingService& service) { service.drop_upload(owner, upload); });
+  call(owner, [&](RingService& service) { return service.drop_upload(owner, upload); });
   owner.uploads.erase(upload);
 }
 
@@ -137,7 +138,10 @@ void DataPlane::close_pack(uint32_t pack) {
     packs_.erase(found);
   }
   try {
-    for (auto& engine : engines_) engine->call([&](RingService& service) { service.forget_pack(file.get()); });
+    for (auto& engine : engines_) {
+      uint64_t next_owner = 0;
+      engine->call([&](RingService& service) { return service.forget_pack(file.get(), next_owner); });
+    }
     if (eventually(kDropDeadline, [&] { return frames_.drop(*file); })) return;
   } catch (...) {
     std::lock_guard lock(mutex_);
@@ -177,7 +181,10 @@ void DataPlane::warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner)
       if (extent <= (first + (hot - 1) / per_block) / h.extent_blocks) job.extents.push_back(extent);
     }
   }
-  engines_[pack % engines_.size()]->call([&](RingService& service) { service.read_ahead(owner, std::move(job)); });
+  engines_[pack % engines_.size()]->call([&](RingService& service) {
+    service.read_ahead(owner, std::move(job));
+    return true;
+  });
 }
 
 // --- bounds ---
@@ -216,11 +223,11 @@ void DataPlane::call(Worker& worker, const CopyEngine::Command& command) {
   std::vector<CopyEngine*> engines;
   for (size_t i = 0; i < engines_.size(); ++i)
     if (worker.shards[i]) engines.push_back(engines_[i].get());
-  size_t done = 0;
+  size_t touched = 0;
   try {
-    CopyEngine::call(engines, command, done);
+    CopyEngine::call(engines, command, touched);
   } catch (...) {
-    if (done > 0) {  // its threads disagree about slots or uploads
+    if (touched > 0) {  // its threads disagree about slots or uploads, or one of them has stopped half way
       worker.closed = true;
       nudge();
     }
@@ -274,7 +281,10 @@ void DataPlane::place(const std::shared_ptr<Worker>& worker, std::unique_ptr<Rin
   const uint32_t engine = least_loaded(worker->home + index);
   try {
     worker->rings.reserve(index + 1);
-    engines_[engine]->call([&](RingService& service) { service.add_ring(worker, std::move(ring)); });
+    engines_[engine]->call([&](RingService& service) {
+      service.add_ring(worker, std::move(ring));
+      return true;
+    });
   } catch (...) {
     std::lock_guard lock(mutex_);
     --load_[engine];
@@ -291,10 +301,12 @@ void DataPlane::remove_worker(uint32_t worker) {
   {
     auto controlled = control(*w);
     w->closed = true;
-    call(*w, [&](RingService& service) { service.remove_worker(*w); });
+    call(*w, [&](RingService& service) { return service.remove_worker(*w); });
     uint32_t slots = 0;
     for (Slot& slot : w->slots) slots += slot.binding != nullptr, slot.binding.reset();
     w->uploads.clear();
+    for (auto& shard : w->shards)
+      if (shard) shard->let_go();
     std::lock_guard lock(mutex_);
     bound_slots_ -= slots;
     if (workers_.erase(worker) == 0) return;  // another call has removed it meanwhile
@@ -327,7 +339,10 @@ void DataPlane::own_upload(uint32_t worker, uint32_t upload) {
     file = found->second.upload;
   }
   w->uploads[upload] = file;
-  call(*w, [&](RingService& service) { service.add_upload(*w, upload, file); });
+  call(*w, [&](RingService& service) {
+    service.add_upload(*w, upload, file);
+    return true;
+  });
 }
 
 // Counts the pack as bound before anyone could close it.
@@ -380,7 +395,7 @@ void DataPlane::unbind(uint32_t worker, uint32_t slot) {
 
 // When it returns no thread goes by the former binding, which ends here, not in a copy thread.
 void DataPlane::set_slot(Worker& worker, uint32_t slot, const Slot& now) {
-  call(worker, [&](RingService& service) { service.set_slot(worker, slot, now); });
+  call(worker, [&](RingService& service) { return service.set_slot(worker, slot, now); });
   worker.slots[slot] = now;
 }
 
@@ -427,7 +442,11 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
 
 std::vector<std::pair<std::string, uint64_t>> DataPlane::census() {
   uint64_t in_flight = 0;
-  for (auto& engine : engines_) engine->call([&](RingService& service) { in_flight += service.runs_in_flight(); });
+  for (auto& engine : engines_)
+    engine->call([&](RingService& service) {
+      in_flight += service.runs_in_flight();
+      return true;
+    });
   const Counters& c = counters_;
   Frames::Census f = frames_.census();
   return {{"runs", c.runs},
@@ -446,17 +465,6 @@ std::vector<std::pair<std::string, const Histogram*>> DataPlane::histograms() co
   const Histograms& h = counters_.times;
   return {{"ticket_gather", &h.ticket_gather}, {"ticket_range", &h.ticket_range}, {"ticket_store", &h.ticket_store},
           {"read_decode", &h.read_decode},     {"read_bulk", &h.read_bulk},       {"read_ahead", &h.read_ahead}};
-}
-
-void DataPlane::set_faults(const FaultOptions& o) {
-  faults_.delay_us = o.delay_us;
-  faults_.delay_random = o.delay_random;
-  faults_.fail_every = o.fail_every;
-  faults_.reorder = o.reorder;
-  faults_.random = o.seed;
-  faults_.runs_seen = 0;
-  faults_.stopped = !o.stopped ? 0 : o.only_thread < 0 ? UINT64_MAX : uint64_t{1} << (o.only_thread % kThreadsMax);
-  nudge();
 }
 
 void DataPlane::nudge() {

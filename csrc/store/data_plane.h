@@ -21,13 +21,6 @@ struct DataPlaneOptions {
   uint32_t extent_blocks;
 };
 
-struct FaultOptions {
-  bool stopped, delay_random, reorder;
-  int only_thread;  // that stops; negative: all
-  uint32_t delay_us, fail_every;
-  uint64_t seed;
-};
-
 // Thread-safe; every call may block on the disk or on a copy thread, never on a worker. The mutex guards the tables
 // only, and is never held while waiting.
 class DataPlane {
@@ -82,7 +75,6 @@ class DataPlane {
   std::vector<std::pair<std::string, uint64_t>> census();
   std::vector<std::pair<std::string, const Histogram*>> histograms() const;
   std::vector<TraceRow> drain_trace() { return trace_.drain(); }
-  void set_faults(const FaultOptions& options);
 
  private:
   static constexpr uint32_t kQuotaFramesMin = 8;
@@ -107,7 +99,6 @@ class DataPlane {
   void nudge();
 
   Counters counters_;
-  Faults faults_;
   Trace trace_;
   Frames frames_;
   std::vector<std::unique_ptr<CopyEngine>> engines_;

@@ -1,29 +1,39 @@
-// Faults that tests inject into the copy threads; all off in service.
+// What a test build (HEADGATE_IO_SHIM) does to the copy threads: they stand still, runs begin late, out of order or
+// fail, allocations fail. Otherwise this is nothing.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
-namespace headgate {
+#ifdef HEADGATE_IO_SHIM
+#include "shim/alloc_shim.h"
+#include "shim/copy_shim.h"
+#else
 
-struct Faults {
-  std::atomic<uint64_t> stopped{0};  // copy threads, a bit each
-  std::atomic<uint32_t> delay_us{0};
-  std::atomic<bool> delay_random{false};
-  std::atomic<uint32_t> fail_every{0};
-  std::atomic<bool> reorder{false};
-  std::atomic<uint64_t> runs_seen{0};
-  std::atomic<uint64_t> random{0};
+namespace headgate::shim {
 
-  bool stops(uint32_t thread) const { return stopped.load(std::memory_order_relaxed) >> thread & 1; }
+inline void copy_thread_begins() {}
+constexpr bool stops(uint32_t) { return false; }
 
-  // splitmix64: one atomic step per number, the same sequence for the same seed
-  uint64_t next_random() {
-    uint64_t z = random.fetch_add(0x9e3779b97f4a7c15, std::memory_order_relaxed) + 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return z ^ z >> 31;
-  }
+struct TicketFaults {
+  void begin(uint32_t) {}
+  static constexpr uint32_t run(uint32_t number, uint32_t) { return number; }
 };
 
-}  // namespace headgate
+struct RunFaults {
+  static constexpr uint32_t begin(uint32_t records) { return records; }
+  static constexpr bool fails() { return false; }
+};
+
+template <typename List>
+struct HeldRuns {
+  template <typename Task>
+  static constexpr bool hold(Task&, uint64_t) {
+    return false;
+  }
+  template <typename Ready>
+  void let_go(uint64_t, Ready) {}
+};
+
+}  // namespace headgate::shim
+
+#endif

@@ -7,7 +7,7 @@
 
 namespace headgate {
 
-// Guarded by Frames. What is atomic is written under its mutex and may be read without.
+// Guarded by Frames. What is atomic is written under its mutex and may be read without; `held` is the copy threads'.
 struct FrameAccount {
   static constexpr uint32_t kNoLimit = UINT32_MAX;
 
@@ -24,6 +24,7 @@ struct FrameAccount {
   uint32_t hand = 0;                      // where the clock goes on in the ring, while used > 0
   std::atomic<uint32_t> pinned{0};        // frames of those
   std::atomic<uint32_t> limit{kNoLimit};  // frames
+  std::atomic<uint32_t> held[2] = {};     // by the owner's runs while they wait, of all threads; by decode, by bulk
 };
 
 }  // namespace headgate

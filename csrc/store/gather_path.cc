@@ -44,6 +44,7 @@ GatherPath::GatherPath(Frames& frames, IoEngine& io, Counters& counters)
   plan_.offsets.reserve(kPortionRecords);
   plan_.places.reserve(kPortionRecords);
   pairs_.resize(kPortionRecords);
+  landings_.reserve(io.depth());
 }
 
 Fault GatherPath::validate(const Run& run, Op op, uint16_t layer, const Binding& binding,
@@ -187,7 +188,8 @@ void GatherPath::keep(RunTask& t) {
   plan_bytes_ += bytes;
   Owner& owner = t.shard->turns->owner;
   owner.plan_bytes += bytes;
-  owner.pinned[t.bulk()] += uint32_t(t.portion->uses.size());
+  ++owner.portions[t.bulk()];
+  owner.frames.held[t.bulk()].fetch_add(uint32_t(t.portion->uses.size()), std::memory_order_relaxed);
 }
 
 void GatherPath::release(RunTask& t) {
@@ -197,25 +199,26 @@ void GatherPath::release(RunTask& t) {
   plan_bytes_ -= bytes;
   Owner& owner = t.shard->turns->owner;
   owner.plan_bytes -= bytes;
-  owner.pinned[t.bulk()] -= uint32_t(t.portion->uses.size());
+  --owner.portions[t.bulk()];
+  owner.frames.held[t.bulk()].fetch_sub(uint32_t(t.portion->uses.size()), std::memory_order_relaxed);
   t.portion.reset();
 }
 
 // How many frames the run may wait for; 0: not now. Its owner holds no more than is left free, and bulk half of that,
-// so that whoever comes next finds some; one that holds nothing gets what there is. An owner with a limit has a tier of
-// that size. The same goes for planning memory.
+// so that whoever comes next finds some, whatever thread its runs are on; one that holds nothing on this thread gets a
+// frame if there is any. An owner with a limit has a tier of that size. The same goes for planning memory.
 uint32_t GatherPath::cold_max(const RunTask& t) const {
   const Owner& owner = t.shard->turns->owner;
   uint32_t tier = std::min(frames_.count(), owner.frames.limit.load(std::memory_order_relaxed));
   uint32_t free = std::min(frames_.count() - std::min(frames_.count(), frames_.pinned()), owner.frames.pinnable());
   uint32_t portion = std::min(kPortionExtents, std::max(1u, tier / 4));
-  uint32_t held = owner.pinned[t.bulk()];
   uint32_t share = t.bulk() ? free / 2 : free;
-  if (held == 0) return std::min({std::max(share, 1u), free, portion});
+  uint32_t left = share - std::min(share, owner.frames.held[t.bulk()].load(std::memory_order_relaxed));
+  if (owner.portions[t.bulk()] == 0) return std::min({std::max(left, 1u), free, portion});
   uint64_t memory_left = kPlanBytesMax - std::min(kPlanBytesMax, plan_bytes_);
-  bool worth_planning = share >= held + std::min(kFramesWorthPlanning, portion);
+  bool worth_planning = left >= std::min(kFramesWorthPlanning, portion);
   if (!worth_planning || owner.plan_bytes + kPortionBytesMax > memory_left) return 0;
-  return std::min(share - held, portion);
+  return std::min(left, portion);
 }
 
 uint64_t GatherPath::read(RunTask& t, size_t count) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 #include <utility>
 
 namespace headgate {
@@ -25,7 +26,11 @@ uint64_t Hints::step(RingWork& ring, TakenTicket& ticket) {
     cost = pairs.size() * kPairCost;
     const Binding& binding = *ring.shard.slots[ring.promoting.slot].binding;
     known = GatherPath::validate(pairs, ring.promoting, ticket.layer, binding) == Fault::kNone;
-    if (known) read_ahead(ring, ticket, pairs);
+    try {
+      if (known) read_ahead(ring, ticket, pairs);
+    } catch (const std::bad_alloc&) {  // some of these are not read ahead
+      add(counters_.hints_dropped);
+    }
   }
   add(counters_.promotes_dropped, !known);
   if (known && ring.promoted < ring.promoting.pair_count) return cost;

@@ -11,7 +11,8 @@
 
 namespace headgate {
 
-IoEngine::IoEngine(unsigned depth) : depth_(depth) {
+IoEngine::IoEngine(unsigned depth) : depth_(depth), pool_(depth + kBeyondRoom) {
+  for (Io& io : pool_) free_.push_back(&io);
   int error = io_uring_queue_init(depth, &ring_, IORING_SETUP_COOP_TASKRUN | IORING_SETUP_TASKRUN_FLAG);
   if (error == -EINVAL) error = io_uring_queue_init(depth, &ring_, 0);
   if (error != 0)
@@ -27,22 +28,39 @@ void IoEngine::register_memory(std::span<uint8_t> region) {
 }
 
 void IoEngine::collect(const Io& request) {
-  Io* io;
-  if (free_.empty()) {
-    io = &pool_.emplace_back();
-  } else {
-    io = free_.back();
-    free_.pop_back();
-  }
-  *io = request;
-  io->done = io->retries = 0;
-  io->submitted_ns = now_ns();
-  queue_.push_back(io);
+  Io& io = *free_.back();
+  free_.pop_back();
+  io = request;
+  io.done = io.retries = 0;
+  io.submitted_ns = now_ns();
+  push_back(io);
+}
+
+void IoEngine::push_back(Io& io) {
+  io.behind = nullptr;
+  (last_ ? last_->behind : first_) = &io;
+  last_ = &io;
+  ++queued_;
+}
+
+void IoEngine::push_front(Io& io) {
+  io.behind = first_;
+  first_ = &io;
+  if (!last_) last_ = &io;
+  ++queued_;
+}
+
+Io& IoEngine::pop_front() {
+  Io& io = *first_;
+  first_ = io.behind;
+  if (!first_) last_ = nullptr;
+  --queued_;
+  return io;
 }
 
 void IoEngine::submit() {
   unsigned before = in_flight_;
-  for (; !queue_.empty() && in_flight_ < depth_; queue_.pop_front(), ++in_flight_) prepare(*queue_.front());
+  for (; queued_ > 0 && in_flight_ < depth_; ++in_flight_) prepare(pop_front());
   // What a failed submit leaves in the submission queue goes with the next one.
   if (in_flight_ > before || io_uring_sq_ready(&ring_) > 0) disk::submit(Site::kSubmit, &ring_);
 }
@@ -57,12 +75,12 @@ bool IoEngine::settle(Io& io, int result, int& error) {
   result = shim::settle(io.injected, io.write, io.buffer + io.done, io.bytes - io.done, result);
   // A transfer that ends inside a block cannot go on from there.
   bool repeat = result == -EAGAIN || result == -EINTR || (result > 0 && result < int(kBlockBytes));
-  if (repeat && ++io.retries <= kRetriesMax) return queue_.push_back(&io), false;
+  if (repeat && ++io.retries <= kRetriesMax) return push_back(io), false;
   if (result < 0) return error = -result, true;
   uint32_t whole = uint32_t(result) / kBlockBytes * kBlockBytes;
   if (whole == 0) return error = ENODATA, true;
   io.done += whole;
-  if (io.done < io.bytes) return queue_.push_front(&io), false;
+  if (io.done < io.bytes) return push_front(io), false;
   return true;
 }
 

@@ -4,7 +4,6 @@
 #include <liburing.h>
 
 #include <cstdint>
-#include <deque>
 #include <span>
 #include <vector>
 
@@ -36,6 +35,7 @@ struct Io {
   uint64_t submitted_ns;
   uint32_t done;  // bytes
   uint32_t retries;
+  Io* behind;  // in the queue
   [[no_unique_address]] shim::Injected injected;
 };
 
@@ -52,17 +52,19 @@ class IoEngine {
   // pages make it no faster afterwards.
   void register_memory(std::span<uint8_t> region);
 
-  // Queues a request for the next submit; whoever decides what comes next queues about as much as there is room.
+  // Queues a request for the next submit; whoever decides what comes next does so while there is room, and then goes
+  // beyond it by less than kBeyondRoom. Needs no memory.
   void collect(const Io& request);
+  static constexpr unsigned kBeyondRoom = 64;
   unsigned room() const {
-    size_t taken = in_flight_ + queue_.size();
-    return taken < depth_ ? depth_ - unsigned(taken) : 0;
+    unsigned taken = in_flight_ + queued_;
+    return taken < depth_ ? depth_ - taken : 0;
   }
   unsigned depth() const { return depth_; }
   void submit();
   // Waits until something ends, at most `ns`. Only while busy.
   void wait(uint64_t ns);
-  bool busy() const { return in_flight_ > 0 || !queue_.empty(); }
+  bool busy() const { return in_flight_ > 0 || queued_ > 0; }
 
   // Calls ended(io, error) for each finished request, at most `limit`; error is 0 or an errno (ENODATA: the file is too
   // short).
@@ -90,13 +92,16 @@ class IoEngine {
   bool settle(Io& io, int result, int& error);
   void prepare(Io& io);
   bool registered(const Io& io) const;
+  void push_back(Io& io);
+  void push_front(Io& io);
+  Io& pop_front();
 
   io_uring ring_;
   const unsigned depth_;
-  unsigned in_flight_ = 0;
-  std::deque<Io> pool_;
+  unsigned in_flight_ = 0, queued_ = 0;
+  std::vector<Io> pool_;
   std::vector<Io*> free_;
-  std::deque<Io*> queue_;
+  Io *first_ = nullptr, *last_ = nullptr;  // of the queue
   std::span<uint8_t> registered_;
 };
 

@@ -1,17 +1,23 @@
 #include "store/read_ahead.h"
 
 #include <algorithm>
+#include <new>
 
 namespace headgate {
 
 void ReadAhead::add(uint32_t owner, AheadJob job) {
   if (job.extents.empty()) return;
-  auto found = hints_.find(owner);
-  uint64_t held = found == hints_.end() ? 0 : found->second.bytes;
-  if (held + bytes_of(job) > kBytesMax) return headgate::add(counters_.hints_dropped);
-  Hints& hints = hints_[owner];
-  hints.bytes += bytes_of(job);
-  hints.jobs.push_back(std::move(job));
+  const uint64_t bytes = bytes_of(job);
+  try {
+    Hints& hints = hints_[owner];
+    if (hints.bytes + bytes <= kBytesMax && hints.jobs.size() < kJobsMax) {
+      hints.jobs.push_back(std::move(job));
+      hints.bytes += bytes;
+      return;
+    }
+  } catch (const std::bad_alloc&) {
+  }
+  headgate::add(counters_.hints_dropped);
 }
 
 bool ReadAhead::pump() {
@@ -20,6 +26,10 @@ bool ReadAhead::pump() {
     auto next = hints_.upper_bound(last_owner_);
     if (next == hints_.end()) next = hints_.begin();
     last_owner_ = next->first;
+    if (next->second.jobs.empty()) {
+      hints_.erase(next);
+      continue;
+    }
     AheadJob& job = next->second.jobs.front();
     uint32_t extent = job.extents[job.next++];
     ExtentUse use{job.pack.get(), extent, kNoFrame, 0, 0, job.pack->extent_mask(extent), 0, false};
@@ -42,16 +52,17 @@ void ReadAhead::landed(const Io& io, int error) {
   if (error == 0) headgate::add(counters_.warm_bytes, io.bytes);
 }
 
-void ReadAhead::forget(const PackFile* pack) {
-  for (auto at = hints_.begin(); at != hints_.end();) {
-    Hints& hints = at->second;
-    std::erase_if(hints.jobs, [&](const AheadJob& job) {
-      if (job.pack.get() != pack) return false;
-      hints.bytes -= bytes_of(job);
-      return true;
-    });
-    at = hints.jobs.empty() ? hints_.erase(at) : std::next(at);
-  }
+bool ReadAhead::forget(const PackFile* pack, uint64_t& next_owner) {
+  auto at = next_owner <= UINT32_MAX ? hints_.lower_bound(uint32_t(next_owner)) : hints_.end();
+  if (at == hints_.end()) return true;
+  next_owner = uint64_t{at->first} + 1;
+  Hints& hints = at->second;
+  std::erase_if(hints.jobs, [&](const AheadJob& job) {
+    if (job.pack.get() != pack) return false;
+    hints.bytes -= bytes_of(job);
+    return true;
+  });
+  return false;
 }
 
 }  // namespace headgate

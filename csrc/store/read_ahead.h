@@ -24,18 +24,20 @@ class ReadAhead {
   ReadAhead(Frames& frames, GatherPath& path, IoEngine& io, Counters& counters)
       : frames_(frames), path_(path), io_(io), counters_(counters), depth_(std::max(1u, io.depth() / 4)) {}
 
-  // Dropped and counted when the owner has hinted more than it may.
+  // Dropped and counted when the owner has hinted more than it may, or memory is missing.
   void add(uint32_t owner, AheadJob job);
   // Queues a few reads, owner by owner; true if any.
   bool pump();
   void landed(const Io& io, int error);
-  // Forgets what is still to be read of a pack.
-  void forget(const PackFile* pack);
+  // Forgets what is still to be read of a pack for one owner, the first from `next_owner` on; true when that was the
+  // last one. `next_owner` moves on.
+  bool forget(const PackFile* pack, uint64_t& next_owner);
   // Forgets what an owner has hinted.
   void forget_owner(uint32_t owner) { hints_.erase(owner); }
 
  private:
   static constexpr uint64_t kBytesMax = 4 << 20;  // per owner
+  static constexpr size_t kJobsMax = 4096;        // per owner: all of them are forgotten at once
   static constexpr uint32_t kAtOnce = 8;
   static constexpr uint8_t kWeight = 3;  // passes of the clock's hand that an unused extent survives
 
@@ -53,7 +55,7 @@ class ReadAhead {
   const uint32_t depth_;
   uint32_t in_flight_ = 0;
   uint32_t last_owner_ = 0;
-  std::map<uint32_t, Hints> hints_;  // by owner; none is empty
+  std::map<uint32_t, Hints> hints_;  // by owner
 };
 
 }  // namespace headgate

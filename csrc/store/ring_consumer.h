@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/ring.h"
+#include "store/faults.h"
 #include "store/mapping.h"
 
 namespace headgate {
@@ -21,10 +22,10 @@ struct TakenTicket {
   bool cancelled = false;
   uint32_t first_run = 0;
   uint32_t run_count = 0;
-  uint32_t begun = 0;                        // runs
-  uint32_t remaining = 0;                    // runs that are not terminal
-  uint32_t records_left = 0;                 // what further runs may name together
-  uint32_t order_first = 0, order_step = 1;  // in which order they begin; tests shuffle them
+  uint32_t begun = 0;         // runs
+  uint32_t remaining = 0;     // runs that are not terminal
+  uint32_t records_left = 0;  // what further runs may name together
+  [[no_unique_address]] shim::TicketFaults faults;
   uint64_t seen_ns = 0;
   uint64_t first_copy_ns = 0;
 };

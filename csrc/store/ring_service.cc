@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <new>
-#include <numeric>
 
 #include "core/futex.h"
 
@@ -12,6 +11,7 @@ namespace {
 constexpr uint64_t kMicrosecond = 1000;
 constexpr uint64_t kSliceNs = 50 * kMicrosecond;
 constexpr uint64_t kTendNs = 250 * kMicrosecond;
+constexpr uint64_t kGiveUpNs = 25 * kMicrosecond;         // runs given up at once
 constexpr uint64_t kHeartbeatNs = 20'000 * kMicrosecond;  // while busy
 
 constexpr size_t kReapAtOnce = 8;        // reads verified
@@ -32,12 +32,11 @@ constexpr uint64_t kChargedNsMax = 200 * kMicrosecond;
 }  // namespace
 
 RingService::RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames,
-                         Counters& counters, Faults& faults, Trace& trace, std::function<void()> alarm)
+                         Counters& counters, Trace& trace, std::function<void()> alarm)
     : thread_(thread),
       alarm_(std::move(alarm)),
       frames_(frames),
       counters_(counters),
-      faults_(faults),
       trace_(trace),
       io_(io_depth),
       gather_(frames, io_, counters),
@@ -46,6 +45,7 @@ RingService::RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes
       hints_(frames, ahead_, counters),
       transfers_(io_, gather_, store_, ahead_, bulk_bytes_max) {
   io_.register_memory(store_.memory());
+  landed_.reserve(kReapAtOnce);
 }
 
 // --- the loop's steps ---
@@ -68,8 +68,7 @@ bool RingService::reap() {
     if (t->ended) {
       let_go(*t);
     } else if (!t->list) {  // otherwise it has more to transfer
-      t->ring->ready.push_back(*t);
-      t->ring->wake();
+      resume(*t);
     }
   }
   return ended > 0;
@@ -79,8 +78,10 @@ bool RingService::serve() {
   now_ = now_ns();
   const uint64_t end = now_ + kSliceNs;
   notice_changes();
-  if (delayed_ > 0) end_delays();
-  bool any = look(kLookAtOnce);
+  held_.let_go(now_, [this](RunTask& t) { resume(t); });
+  bool any = !closing_.empty();
+  if (any) end_runs(*closing_.back());
+  any |= look(kLookAtOnce);
   while (FairNode* next = turns_.next()) {
     serve_ring(static_cast<RingWork&>(*next));
     any = true;
@@ -91,10 +92,8 @@ bool RingService::serve() {
 }
 
 bool RingService::transfer() {
-  bool any = transfers_.pump([](RunTask& t) {
-    if (t.io_in_flight > 0) return;
-    t.ring->ready.push_back(t);
-    t.ring->wake();
+  bool any = transfers_.pump([this](RunTask& t) {
+    if (t.io_in_flight == 0) resume(t);
   });
   io_.submit();
   return any;
@@ -103,9 +102,14 @@ bool RingService::transfer() {
 void RingService::tend() {
   if (now_ - last_tend_ns_ < kTendNs) return;
   last_tend_ns_ = now_;
+  const uint64_t end_ns = now_ + kGiveUpNs;
   for (size_t i = 0; i < kTendAtOnce && i < rings_.size(); ++i) {
-    next_tend_ = next_tend_ + 1 < rings_.size() ? next_tend_ + 1 : 0;
-    give_up_late(*rings_[next_tend_]);
+    if (next_tend_ >= rings_.size()) next_tend_ = 0;
+    if (!give_up_late(*rings_[next_tend_], end_ns)) {
+      last_tend_ns_ = 0;  // goes on there
+      break;
+    }
+    ++next_tend_;
   }
   for (size_t i = leaving_.size(); i-- > 0;)
     if (Shard& shard = shard_of(*leaving_[i]); at_rest(shard)) {
@@ -189,15 +193,8 @@ void RingService::take(RingWork& ring) {
     if (!ticket) return;
     add(counters_.tickets);
     if (ticket->op == Op::kCancel && ticket->run_count > 0) ring.cancelling = ticket;
-    if (faults_.reorder.load(std::memory_order_relaxed)) shuffle(*ticket);
+    ticket->faults.begin(ticket->run_count);
   }
-}
-
-void RingService::shuffle(TakenTicket& ticket) {
-  if (ticket.run_count < 2) return;
-  ticket.order_first = uint32_t(faults_.next_random() % ticket.run_count);
-  ticket.order_step = uint32_t(1 + faults_.next_random() % (ticket.run_count - 1));
-  while (std::gcd(ticket.order_step, ticket.run_count) != 1) --ticket.order_step;
 }
 
 // --- beginning runs ---
@@ -208,10 +205,9 @@ bool RingService::begin_next(RingWork& ring, uint64_t& cost) {
   if (ticket->op == Op::kPromote) return cost += hints_.step(ring, *ticket), true;
   bool cancelled = ticket->cancelled, too_late = !cancelled && late(ring, *ticket);
   if (!cancelled && !too_late && ring.live >= RingWork::kWindow) return false;
-  uint64_t order = ticket->order_first + uint64_t{ticket->begun++} * ticket->order_step;
-  uint32_t index = uint32_t(order % ticket->run_count);
-  add(counters_.runs);
+  uint32_t index = ticket->faults.run(ticket->begun++, ticket->run_count);
   if (cancelled || too_late) {
+    add(counters_.runs);
     add(counters_.runs_late, too_late);
     answer(ring, *ticket, index, Status::kError, cancelled ? Fault::kAborted : Fault::kUnavailable);
     return true;
@@ -220,6 +216,7 @@ bool RingService::begin_next(RingWork& ring, uint64_t& cost) {
   try {
     t = &ring.new_task();
   } catch (const std::bad_alloc&) {
+    add(counters_.runs);
     answer(ring, *ticket, index, Status::kError, Fault::kResourceExhausted);
   }
   if (t) begin(*t, ring, *ticket, index);
@@ -227,24 +224,17 @@ bool RingService::begin_next(RingWork& ring, uint64_t& cost) {
 }
 
 void RingService::begin(RunTask& t, RingWork& ring, TakenTicket& ticket, uint32_t index) {
+  add(counters_.runs);
   ++tasks_;
   t.ring = &ring, t.ticket = &ticket, t.shard = &ring.shard;
   t.index = index, t.run = ring.consumer->run(ticket, index), t.layer = ticket.layer, t.op = ticket.op;
-  t.fail_at_end = t.ended = t.cold = false;
+  t.ended = t.cold = false;
   t.fault = Fault::kNone;
   t.io_in_flight = t.cursor = t.total = 0;
-  t.not_before_ns = 0;
   Status status = admit(t);
   if (status != Status::kOk) return finish(t, status, t.fault);
-  uint64_t number = faults_.runs_seen.fetch_add(1, std::memory_order_relaxed) + 1;
-  uint32_t every = faults_.fail_every.load(std::memory_order_relaxed);
-  if (every > 0 && number % every == 0) t.fail_at_end = true, t.total /= 2;
-  uint64_t delay = faults_.delay_us.load(std::memory_order_relaxed);
-  if (delay > 0 && faults_.delay_random.load(std::memory_order_relaxed)) delay = faults_.next_random() % (delay + 1);
-  if (delay == 0) return ring.ready.push_back(t);
-  t.not_before_ns = now_ + delay * kMicrosecond;
-  ring.delayed.push_back(t);
-  ++delayed_;
+  t.total = t.faults.begin(t.total);
+  if (!held_.hold(t, now_)) ring.ready.push_back(t);
 }
 
 // Checks everything of the run's descriptor, against what is bound now. Not kOk: t.fault says why.
@@ -256,7 +246,8 @@ Status RingService::admit(RunTask& t) {
   t.fault = Fault::kInvalidArgument;
   if ((t.op != Op::kGather && t.op != Op::kRange) || t.run.slot >= t.shard->slots.size()) return Status::kError;
   const Slot& slot = t.shard->slots[t.run.slot];
-  if (!slot.binding || slot.epoch != t.run.slot_epoch) {
+  const bool leaving = t.shard->leaving && t.shard->leaving->has(t.run, t.op);
+  if (!slot.binding || slot.epoch != t.run.slot_epoch || leaving) {
     t.fault = Fault::kAborted;
     return Status::kStale;
   }
@@ -273,13 +264,13 @@ Status RingService::admit(RunTask& t) {
 void RingService::cancel_next(RingWork& ring) {
   TakenTicket& ticket = *ring.cancelling;
   uint32_t index = ticket.begun++;
-  add(counters_.runs);
   TakenTicket* target = ring.consumer->in_flight(ring.consumer->run(ticket, index).arg);
   if (target && target->op != Op::kCancel && !target->cancelled) {
     target->cancelled = true;
-    give_up_if(ring, [&](const RunTask& t) { return t.ticket == target; }, Status::kError, Fault::kAborted);
+    give_up_if(ring, UINT64_MAX, [&](const RunTask& t) { return t.ticket == target; }, Status::kError, Fault::kAborted);
   }
   if (ticket.begun == ticket.run_count) ring.cancelling = nullptr;
+  add(counters_.runs);
   answer(ring, ticket, index, Status::kOk, Fault::kNone);
 }
 
@@ -291,7 +282,7 @@ void RingService::step(RunTask& t, bool may_read, uint64_t& cost) {
   TaskList::remove(t);
   Need need;
   try {
-    if (t.op == Op::kStore && t.fail_at_end) t.fault = Fault::kInternal;
+    if (t.op == Op::kStore && t.faults.fails()) t.fault = Fault::kInternal;
     need = t.op == Op::kStore ? store_.step(t) : gather_.step(t, may_read, cost);
   } catch (const std::bad_alloc&) {
     gather_.release(t);
@@ -313,7 +304,7 @@ void RingService::step(RunTask& t, bool may_read, uint64_t& cost) {
       add(counters_.runs_starved, !was_starved);
       return was_starved ? ring.starved.push_front(t) : ring.starved.push_back(t);
     case Need::kNothing:
-      if (t.fail_at_end && t.fault == Fault::kNone) t.fault = Fault::kInternal;
+      if (t.faults.fails() && t.fault == Fault::kNone) t.fault = Fault::kInternal;
       return finish(t, t.fault == Fault::kNone ? Status::kOk : Status::kError, t.fault);
   }
 }
@@ -324,10 +315,16 @@ void RingService::finish(RunTask& t, Status status, Fault fault) {
   end(t);
 }
 
+// The run can go on, unless its worker is closed.
+void RingService::resume(RunTask& t) {
+  if (t.shard->closed) return;
+  t.ring->ready.push_back(t);
+  t.ring->wake();
+}
+
 void RingService::end(RunTask& t) {
   t.ended = true;
   --t.ring->live;
-  delayed_ -= t.list == &t.ring->delayed;
   transfers_.remove(t);
   TaskList::remove(t);
   if (t.io_in_flight == 0) let_go(t);
@@ -367,13 +364,33 @@ void RingService::count(Status status) {
                                  : counters_.runs_error);
 }
 
+// False: the time is over, and there may be more.
 template <typename Predicate>
-void RingService::give_up_if(RingWork& ring, Predicate predicate, Status status, Fault fault) {
-  for (size_t i = ring.tasks.size(); i-- > 0;) {  // backwards: a run that ends is replaced by the last one
+bool RingService::give_up_if(RingWork& ring, uint64_t end_ns, Predicate predicate, Status status, Fault fault) {
+  bool all = true;
+  for (size_t i = ring.tasks.size(); all && i-- > 0;) {  // backwards: a run that ends is replaced by the last one
     RunTask& t = *ring.tasks[i];
-    if (!t.ended && predicate(t)) finish(t, status, fault);
+    if (t.ended || !predicate(t)) continue;
+    finish(t, status, fault);
+    all = now_ns() < end_ns;
   }
-  if (!ring.shard.closed) ring.wake();
+  ring.wake();
+  return all;
+}
+
+// Ends some runs of a slot or an upload, whose others do not begin any more; true when there are none. Those of a
+// closed worker end elsewhere.
+bool RingService::give_up(Shard& shard, bool upload, uint32_t number) {
+  const uint64_t end_ns = now_ns() + kGiveUpNs;
+  if (!shard.leaving) shard.leaving = Shard::Leaving{upload, number, 0};
+  for (size_t& next = shard.leaving->ring; !shard.closed && next < shard.rings.size(); ++next) {
+    auto leaves = [&](const RunTask& t) { return shard.leaving->has(t.run, t.op); };
+    if (now_ns() >= end_ns) return false;
+    if (!give_up_if(*shard.rings[next], end_ns, leaves, upload ? Status::kError : Status::kStale, Fault::kAborted))
+      return false;
+  }
+  shard.leaving.reset();
+  return true;
 }
 
 // --- time ---
@@ -385,24 +402,13 @@ bool RingService::late(const RingWork& ring, const TakenTicket& ticket) const {
 }
 
 // The worker must hear of a slow disk before its own wait ends. A read in flight ends later, in its frame.
-void RingService::give_up_late(RingWork& ring) {
+bool RingService::give_up_late(RingWork& ring, uint64_t end_ns) {
   auto is_late = [&](const RunTask& t) {
     bool given_up = late(ring, *t.ticket);
     add(counters_.runs_late, given_up);
     return given_up;
   };
-  if (ring.live > 0) give_up_if(ring, is_late, Status::kError, Fault::kUnavailable);
-}
-
-void RingService::end_delays() {
-  for (RingWork* ring : rings_) {
-    for (auto& t : ring->tasks) {
-      if (t->list != &ring->delayed || t->not_before_ns > now_) continue;
-      --delayed_;
-      ring->ready.push_back(*t);
-      ring->wake();
-    }
-  }
+  return ring.live == 0 || give_up_if(ring, end_ns, is_late, Status::kError, Fault::kUnavailable);
 }
 
 // --- workers ---
@@ -411,6 +417,7 @@ void RingService::add_ring(const std::shared_ptr<Worker>& worker, std::unique_pt
   if (!worker->shards[thread_]) join(worker);
   Shard& shard = shard_of(*worker);
   const size_t number = worker->rings.size();
+  rings_.reserve(rings_.size() + 1);
   shard.rings.push_back(std::make_unique<RingWork>(shard, std::move(ring), number));
   // Not every bell of many rings wakes this thread at once (Bells): the first ring of each worker goes first.
   auto behind = std::upper_bound(rings_.begin(), rings_.end(), number,
@@ -418,12 +425,16 @@ void RingService::add_ring(const std::shared_ptr<Worker>& worker, std::unique_pt
   rings_.insert(behind, shard.rings.back().get());
 }
 
+// Takes all the memory that the worker's leaving will need.
 void RingService::join(const std::shared_ptr<Worker>& worker) {
+  workers_.reserve(workers_.size() + 1);
+  leaving_.reserve(leaving_.size() + workers_.size() + 1);
+  closing_.reserve(leaving_.size() + workers_.size() + 1);
   std::unique_ptr<Owner>& owner = owners_[worker->owner];
   if (!owner)
     owner = std::make_unique<Owner>(worker->owner, frames_.account(worker->owner), turns_, transfers_.roots());
-  ++owner->workers;
   worker->shards[thread_] = std::make_unique<Shard>(*worker, std::make_unique<WorkerTurns>(*owner));
+  ++owner->workers;
   workers_.push_back(worker);
 }
 
@@ -436,33 +447,46 @@ void RingService::close(Shard& shard) {
   next_look_ = next_tend_ = 0;
   for (auto& ring : shard.rings) {
     ring->consumer->poison();
-    for (size_t i = ring->tasks.size(); i-- > 0;) {
-      if (ring->tasks[i]->ended) continue;
-      count(Status::kPoison);  // nobody reads a cell of a dead ring
-      end(*ring->tasks[i]);
-    }
     ring->cancelling = nullptr;
     ring->rest();
   }
+  for (TransferLeaf& leaf : shard.turns->transfers) leaf.rest();
+  closing_.push_back(&shard);
+}
+
+// Ends some runs of a closed worker; true when there are none. Nobody reads the cells of dead rings.
+bool RingService::end_runs(Shard& shard) {
+  const uint64_t end_ns = now_ns() + kGiveUpNs;
+  for (auto& ring : shard.rings) {
+    for (size_t i = ring->tasks.size(); ring->live > 0 && i-- > 0;) {
+      if (ring->tasks[i]->ended) continue;
+      if (now_ns() >= end_ns) return false;
+      count(Status::kPoison);
+      end(*ring->tasks[i]);
+    }
+  }
+  std::erase(closing_, &shard);
+  return true;
 }
 
 void RingService::close_all() {
   for (auto& worker : workers_) close(shard_of(*worker));
+  while (!closing_.empty()) end_runs(*closing_.back());
 }
 
-void RingService::remove_worker(Worker& worker) {
+bool RingService::remove_worker(Worker& worker) {
   Shard& shard = shard_of(worker);
   close(shard);
-  for (Slot& slot : shard.slots) slot.binding.reset();
-  shard.uploads.clear();
+  if (!end_runs(shard)) return false;
   auto found = std::find_if(workers_.begin(), workers_.end(), [&](const auto& w) { return w.get() == &worker; });
-  if (found == workers_.end()) return;
+  if (found == workers_.end()) return true;
   if (at_rest(shard)) {
     part(shard);
   } else {
     leaving_.push_back(*found);
   }
   workers_.erase(found);
+  return true;
 }
 
 bool RingService::at_rest(const Shard& shard) {
@@ -471,34 +495,30 @@ bool RingService::at_rest(const Shard& shard) {
 
 // Its owner's share goes with the owner's last worker.
 void RingService::part(Shard& shard) {
+  shard.turns->part();
   auto owner = owners_.find(shard.worker.owner);
   if (--owner->second->workers > 0) return;
   ahead_.forget_owner(shard.worker.owner);
   owners_.erase(owner);
 }
 
-void RingService::set_slot(Worker& worker, uint32_t number, const Slot& now) {
+bool RingService::set_slot(Worker& worker, uint32_t number, const Slot& now) {
   Shard& shard = shard_of(worker);
   Slot& slot = shard.slots[number];
-  if (now.epoch != slot.epoch || !now.binding)
-    for (auto& ring : shard.rings)
-      give_up_if(
-          *ring, [&](const RunTask& t) { return t.op != Op::kStore && t.run.slot == number; }, Status::kStale,
-          Fault::kAborted);
+  const bool ends = slot.binding && (now.epoch != slot.epoch || !now.binding);
+  if (ends && !give_up(shard, false, number)) return false;
   slot = now;
+  return true;
 }
 
 void RingService::add_upload(Worker& worker, uint32_t number, const std::shared_ptr<Upload>& upload) {
   shard_of(worker).uploads[number] = upload;
 }
 
-void RingService::drop_upload(Worker& worker, uint32_t number) {
+bool RingService::drop_upload(Worker& worker, uint32_t number) {
   Shard& shard = shard_of(worker);
   shard.uploads.erase(number);
-  for (auto& ring : shard.rings)
-    give_up_if(
-        *ring, [&](const RunTask& t) { return t.op == Op::kStore && t.run.slot == number; }, Status::kError,
-        Fault::kAborted);
+  return give_up(shard, true, number);
 }
 
 uint64_t RingService::runs_in_flight() const {

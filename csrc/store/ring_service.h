@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "store/counters.h"
-#include "store/faults.h"
 #include "store/frames.h"
 #include "store/gather_path.h"
 #include "store/hints.h"
@@ -26,7 +25,7 @@ class RingService {
  public:
   // `thread` numbers the copy threads of a data plane; `alarm` makes all of them look around.
   RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames, Counters& counters,
-              Faults& faults, Trace& trace, std::function<void()> alarm);
+              Trace& trace, std::function<void()> alarm);
 
   // The loop's steps; each says whether it did anything.
   bool reap();      // verifies what was read, frees what was written
@@ -35,26 +34,25 @@ class RingService {
   void tend();      // deadlines, heartbeats
 
   // Whether something can be done at once; whether something waits for time, for frames or for another thread.
-  bool runnable() const { return turns_.busy(); }
+  bool runnable() const { return turns_.busy() || !closing_.empty(); }
   bool waiting() const { return tasks_ > 0; }
   bool transferring() const { return io_.busy(); }
   void wait_for_transfer(uint64_t ns) { io_.wait(ns); }
   const std::vector<RingWork*>& rings() const { return rings_; }  // of workers that are not closed
 
   // What the control plane asks for, between steps. With its first ring a worker has a shard here; other commands are
-  // for workers that have one.
+  // for workers that have one. Those that return false have more to do, and are to be called again.
   void add_ring(const std::shared_ptr<Worker>& worker, std::unique_ptr<RingConsumer> ring);
   // Poison is final: no ticket of any ring is taken, and no run goes on.
   void close_all();
-  // The same for one worker, whose slots and uploads are given up; the last reference goes when its transfers have
-  // ended.
-  void remove_worker(Worker& worker);
-  // Runs of an earlier epoch, or of one that ends, end STALE.
-  void set_slot(Worker& worker, uint32_t number, const Slot& now);
+  // The same for one worker; the last reference goes when its transfers have ended.
+  bool remove_worker(Worker& worker);
+  // Runs of an epoch that ends end STALE.
+  bool set_slot(Worker& worker, uint32_t number, const Slot& now);
   void add_upload(Worker& worker, uint32_t number, const std::shared_ptr<Upload>& upload);
-  void drop_upload(Worker& worker, uint32_t number);  // its runs end in ERROR/ABORTED
+  bool drop_upload(Worker& worker, uint32_t number);  // its runs end in ERROR/ABORTED
   void read_ahead(uint32_t owner, AheadJob job) { ahead_.add(owner, std::move(job)); }
-  void forget_pack(const PackFile* pack) { ahead_.forget(pack); }
+  bool forget_pack(const PackFile* pack, uint64_t& next_owner) { return ahead_.forget(pack, next_owner); }
   uint64_t runs_in_flight() const;
 
  private:
@@ -64,7 +62,6 @@ class RingService {
   bool work(RingWork& ring, uint64_t& cost);
   bool has_work(RingWork& ring);
   void take(RingWork& ring);
-  void shuffle(TakenTicket& ticket);
 
   bool begin_next(RingWork& ring, uint64_t& cost);
   void begin(RunTask& t, RingWork& ring, TakenTicket& ticket, uint32_t index);
@@ -77,15 +74,17 @@ class RingService {
   void let_go(RunTask& t);
   void answer(RingWork& ring, TakenTicket& ticket, uint32_t index, Status status, Fault fault);
   void count(Status status);
+  void resume(RunTask& t);
   template <typename Predicate>
-  void give_up_if(RingWork& ring, Predicate predicate, Status status, Fault fault);
+  bool give_up_if(RingWork& ring, uint64_t end_ns, Predicate predicate, Status status, Fault fault);
+  bool give_up(Shard& shard, bool upload, uint32_t number);
 
   bool late(const RingWork& ring, const TakenTicket& ticket) const;
-  void give_up_late(RingWork& ring);
-  void end_delays();
+  bool give_up_late(RingWork& ring, uint64_t end_ns);
   Shard& shard_of(const Worker& worker) const { return *worker.shards[thread_]; }
   void join(const std::shared_ptr<Worker>& worker);
   void close(Shard& shard);
+  bool end_runs(Shard& shard);
   static bool at_rest(const Shard& shard);
   void part(Shard& shard);
 
@@ -93,7 +92,6 @@ class RingService {
   const std::function<void()> alarm_;
   Frames& frames_;
   Counters& counters_;
-  Faults& faults_;
   Trace& trace_;
   IoEngine io_;
   GatherPath gather_;
@@ -106,10 +104,11 @@ class RingService {
   std::map<uint32_t, std::unique_ptr<Owner>> owners_;
   std::vector<std::shared_ptr<Worker>> workers_;
   std::vector<std::shared_ptr<Worker>> leaving_;  // removed, with transfers still in flight
+  std::vector<Shard*> closing_;                   // closed, with runs that have not ended
   std::vector<RingWork*> rings_;
   std::vector<RunTask*> landed_;
   uint64_t tasks_ = 0;
-  uint64_t delayed_ = 0;
+  [[no_unique_address]] shim::HeldRuns<TaskList> held_;
   uint64_t releases_seen_ = 0, landings_seen_ = 0;
   bool blocked_ = false;  // some run waits for frames or for another's read
   size_t next_look_ = 0, next_tend_ = 0;

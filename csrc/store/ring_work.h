@@ -23,19 +23,23 @@ inline Transfer transfer_of(Op op) {
 
 // A uid on one copy thread: its turns, and what its runs hold while they wait.
 struct Owner {
-  Owner(uint32_t number, const FrameAccount& frames, FairNode& turns, FairNode (&transfers)[size_t(Transfer::kCount)])
+  Owner(uint32_t number, FrameAccount& frames, FairNode& turns, FairNode (&transfers)[size_t(Transfer::kCount)])
       : number(number),
         frames(frames),
         turn(&turns),
         transfers{FairNode(&transfers[0]), FairNode(&transfers[1]), FairNode(&transfers[2])} {}
+  ~Owner() {
+    turn.part();
+    for (FairNode& node : transfers) node.part();
+  }
 
   const uint32_t number;
-  const FrameAccount& frames;
+  FrameAccount& frames;
   uint32_t workers = 0;
   FairNode turn;
   FairNode transfers[size_t(Transfer::kCount)];
   uint64_t plan_bytes = 0;
-  uint32_t pinned[2] = {};  // frames; by decode, by bulk
+  uint32_t portions[2] = {};  // that hold frames; of decode, of bulk
 };
 
 // A worker's share of its owner's, on one copy thread.
@@ -45,6 +49,12 @@ struct WorkerTurns {
         turn(&owner.turn),
         transfers{TransferLeaf(&owner.transfers[0]), TransferLeaf(&owner.transfers[1]),
                   TransferLeaf(&owner.transfers[2])} {}
+
+  // No run of the worker is under way any more.
+  void part() {
+    turn.part();
+    for (TransferLeaf& leaf : transfers) leaf.part();
+  }
 
   Owner& owner;
   FairNode turn;
@@ -56,7 +66,9 @@ struct RingWork : FairNode {
   static constexpr uint32_t kWindow = 128;
 
   RingWork(Shard& shard, std::unique_ptr<RingConsumer> ring, size_t number)
-      : FairNode(&shard.turns->turn), shard(shard), consumer(std::move(ring)), number(number) {}
+      : FairNode(&shard.turns->turn), shard(shard), consumer(std::move(ring)), number(number) {
+    tasks.reserve(kWindow), spare.reserve(kWindow);
+  }
 
   // Poisoned, or another ring of its worker is.
   bool dead() const { return shard.worker.closed.load(std::memory_order_acquire) || consumer->dead(); }
@@ -84,7 +96,7 @@ struct RingWork : FairNode {
   const size_t number;  // among the worker's
   std::vector<std::unique_ptr<RunTask>> tasks, spare;
   uint32_t live = 0;  // tasks that have not ended
-  TaskList ready, delayed, starved, watching;
+  TaskList ready, starved, watching;
   bool look_for_frames = false;       // frames may have become free since `starved` last found none
   TakenTicket* cancelling = nullptr;  // a CANCEL ticket that is being carried out
   Run promoting{};                    // the PROMOTE run that is being looked through

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/ring.h"
+#include "store/faults.h"
 #include "store/frames.h"
 #include "store/ring_consumer.h"
 #include "store/shard.h"
@@ -34,11 +35,10 @@ struct RunTask {
   uint16_t layer;
   Op op;
 
-  bool fail_at_end;        // an injected fault
-  bool ended;              // its cell is stored, or never will be; only I/O may still be in flight
-  Fault fault;             // why it will end in ERROR
-  uint32_t io_in_flight;   // transfers
-  uint64_t not_before_ns;  // an injected delay
+  bool ended;             // its cell is stored, or never will be; only I/O may still be in flight
+  Fault fault;            // why it will end in ERROR
+  uint32_t io_in_flight;  // transfers
+  [[no_unique_address]] shim::RunFaults faults;
 
   // GATHER, RANGE: records before the cursor are served, total in all
   uint32_t cursor, total;

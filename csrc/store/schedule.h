@@ -12,7 +12,9 @@ namespace headgate {
 // is served at once. Decisions only: no memory of its own beyond the list, no clock. Not thread-safe.
 class FairNode {
  public:
-  explicit FairNode(FairNode* parent = nullptr) : parent_(parent) {}
+  explicit FairNode(FairNode* parent = nullptr) : parent_(parent) {
+    if (parent) parent->expect_child();
+  }
   ~FairNode() { rest(); }
   FairNode(const FairNode&) = delete;
   FairNode& operator=(const FairNode&) = delete;
@@ -35,6 +37,12 @@ class FairNode {
       siblings.pop_back();
       n->index_ = kResting;
     }
+  }
+
+  // This node will not wake again. The node above it must still be there, and may go afterwards.
+  void part() {
+    rest();
+    --parent_->children_;
   }
 
   bool busy() const { return !busy_.empty() || index_ != kResting; }
@@ -60,10 +68,17 @@ class FairNode {
  private:
   static constexpr uint32_t kResting = UINT32_MAX;
 
+  // Waking a child must not fail for want of memory.
+  void expect_child() {
+    if (busy_.capacity() <= children_) busy_.reserve(std::max<size_t>(4, 2 * busy_.capacity()));
+    ++children_;
+  }
+
   FairNode* const parent_;
   uint64_t charged_ = 0;
   uint64_t clock_ = 0;  // the charge of the child that was chosen last, or more
   uint32_t index_ = kResting;
+  uint32_t children_ = 0;  // that have not parted
   std::vector<FairNode*> busy_;
 };
 

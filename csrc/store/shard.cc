@@ -9,4 +9,9 @@ Shard::Shard(Worker& worker, std::unique_ptr<WorkerTurns> turns)
 
 Shard::~Shard() = default;
 
+void Shard::let_go() {
+  slots.clear();
+  uploads.clear();
+}
+
 }  // namespace headgate

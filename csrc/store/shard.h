@@ -4,8 +4,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "core/ring.h"
 #include "store/worker.h"
 
 namespace headgate {
@@ -18,6 +20,8 @@ struct WorkerTurns;
 struct Shard {
   Shard(Worker& worker, std::unique_ptr<WorkerTurns> turns);
   ~Shard();
+  // Gives up slots and uploads, on any thread, once the worker is removed from this one: many of them take long.
+  void let_go();
 
   Worker& worker;
   std::vector<Slot> slots;
@@ -25,6 +29,15 @@ struct Shard {
   std::unique_ptr<WorkerTurns> turns;
   std::vector<std::unique_ptr<RingWork>> rings;
   bool closed = false;  // no ticket is taken and no run goes on any more
+
+  // What is being given up, ring by ring: none of its runs begins any more.
+  struct Leaving {
+    bool upload;  // or a slot
+    uint32_t number;
+    size_t ring;  // those before it have none of its runs
+    bool has(const Run& run, Op op) const { return upload == (op == Op::kStore) && number == run.slot; }
+  };
+  std::optional<Leaving> leaving;
 };
 
 }  // namespace headgate

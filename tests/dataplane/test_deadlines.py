@@ -11,7 +11,7 @@ import pytest
 from decode_worker._native import OP_GATHER, OP_RANGE, OP_STORE
 from kvstore_service._native import RingGeometry
 from tests.faults.conftest import shim
-from tests.support.rig import ERROR, NO_PAIRS, OK, UNAVAILABLE, WAIT_US, Rig, run, spec
+from tests.support.rig import ERROR, NO_PAIRS, OK, UNAVAILABLE, WAIT_US, FaultyRig, Rig, run, spec
 from tests.support.shimmed import shimmed
 
 __all__ = ["shim"]
@@ -22,12 +22,12 @@ PAIR = np.zeros((1, 2), np.uint32)
 
 
 def test_a_run_is_given_up_before_its_worker_gives_up_the_ring(directory, rng):
-    with Rig(directory, wait_ms=400) as rig:
+    with FaultyRig(directory, wait_ms=400) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
-        upload = rig.plane.create_upload(str(directory / "late"), spec(rng, 1, 1, 512, 256))
+        upload = rig.plane.create_upload(str(directory / "late"), spec(rng, 1, 1, 512, 256, native=rig.native))
         rig.plane.own_upload(rig.worker, upload)
-        rig.plane.set_faults(delay_us=30_000_000)
+        rig.set_faults(delay_us=30_000_000)
         start = time.monotonic()
         posted = [
             rig.ring.post(OP_GATHER, 0, 0, run(0, epoch, pair_count=1), PAIR),
@@ -40,16 +40,16 @@ def test_a_run_is_given_up_before_its_worker_gives_up_the_ring(directory, rng):
         stats = rig.plane.stats()
         assert stats["runs_late"] == 3
         assert stats["frames_pinned"] == 0
-        rig.plane.set_faults()
+        rig.set_faults()
         assert rig.ask(OP_RANGE, 0, run(0, epoch, pair_count=512)).tolist() == [[OK, 0]]  # not poisoned
         rig.plane.abort_upload(upload)  # its segment is free again
 
 
 def test_runs_that_never_began_are_given_up_too(directory, rng):
-    with Rig(directory, wait_ms=400, geometry=RingGeometry(2, 4096, 1)) as rig:
+    with FaultyRig(directory, wait_ms=400, geometry=RingGeometry(2, 4096, 1)) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
-        rig.plane.set_faults(delay_us=30_000_000)
+        rig.set_faults(delay_us=30_000_000)
         results = rig.ask(OP_GATHER, 0, np.repeat(run(0, epoch, pair_count=1), 4096)[:1], PAIR)
         assert results.tolist() == [LATE]
         results = rig.ask(OP_RANGE, 0, np.repeat(run(0, epoch, pair_count=1), 4096))

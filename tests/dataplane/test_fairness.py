@@ -11,7 +11,7 @@ import pytest
 
 from decode_worker._native import OP_GATHER, OP_RANGE, RingProducer
 from kvstore_service._native import FairRounds, RingGeometry
-from tests.support.rig import NO_PAIRS, OK, WAIT_US, Pack, Rig, run, until
+from tests.support.rig import NO_PAIRS, OK, WAIT_US, FaultyRig, Pack, Rig, run, until
 
 NONE = 2**32 - 1
 RECORD_BYTES = 512
@@ -104,7 +104,7 @@ def fill(ring: RingProducer, runs: np.ndarray) -> list[int]:
 @pytest.mark.parametrize(("workers", "rings", "owner"), [(1, 16, VICTIM), (4, 4, NEIGHBOUR)], ids=["worker", "uid"])
 def test_busy_rings_of_one_neighbour_take_no_more_than_half(directory, rng, workers, rings, owner):
     window = 4 * (TOKENS * RECORD_BYTES + 4096) + 4096
-    with Rig(directory, window_bytes=window, geometry=GEOMETRY, owner=VICTIM, staging_bytes=8 << 20) as victim:
+    with FaultyRig(directory, window_bytes=window, geometry=GEOMETRY, owner=VICTIM, staging_bytes=8 << 20) as victim:
         pack = victim.make_pack(rng, layers=1, lanes=4, tokens=TOKENS)
         assert (victim.ask(OP_RANGE, 0, ranges(victim.bind(0, [pack], TOKENS), TOKENS))[:, 0] == OK).all()
         with neighbours(victim, directory, workers, owner) as others:
@@ -112,11 +112,11 @@ def test_busy_rings_of_one_neighbour_take_no_more_than_half(directory, rng, work
             for other in others:
                 runs = ranges(other.bind(0, [pack], TOKENS), TOKENS)
                 busy += [(ring, runs) for ring in [other.ring, *(other.add_ring() for _ in range(rings - 1))]]
-            victim.plane.set_faults(stopped=True)  # so that all begin together
+            victim.set_faults(stopped=True)  # so that all begin together
             victim.plane.drain_trace()
             mine = fill(victim.ring, ranges(1, TOKENS))
             theirs = [(ring, fill(ring, runs)) for ring, runs in busy]
-            victim.plane.set_faults()
+            victim.set_faults()
             victim.ring.wait(mine[-1], WAIT_US)
             for ring, tickets in theirs:
                 ring.wait(tickets[1], WAIT_US)
@@ -187,14 +187,14 @@ def test_a_store_of_a_neighbour_gets_its_share_beside_a_restore(directory, rng):
 
 
 def test_hints_never_fail_and_are_bounded(directory, rng):
-    with Rig(directory, dram_bytes=1 << 20, io_depth=1, staging_bytes=32 << 20) as rig:
+    with FaultyRig(directory, dram_bytes=1 << 20, io_depth=1, staging_bytes=32 << 20) as rig:
         pack = rig.make_pack(rng, layers=1, lanes=1, tokens=16384, record_bytes=1024)
-        rig.plane.set_faults(stopped=True)
+        rig.set_faults(stopped=True)
         for _ in range(6000):
             rig.plane.warm(pack.handle, np.full((1, 1), 16384, np.uint32), rig.owner)
         stats = rig.plane.stats()
         assert stats["hints_dropped"] > 0
         rig.plane.warm(pack.handle, np.full((1, 1), 16384, np.uint32), rig.owner + 1)
         assert rig.plane.stats()["hints_dropped"] == stats["hints_dropped"], "another owner's hint was not heard"
-        rig.plane.set_faults()
+        rig.set_faults()
         until(lambda: rig.plane.stats()["warm_bytes"] > 0)

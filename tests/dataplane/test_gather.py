@@ -8,7 +8,7 @@ import pytest
 
 from decode_worker._native import OP_CANCEL, OP_GATHER, OP_PROMOTE, OP_RANGE
 from kvstore_service._native import NativeError
-from tests.support.rig import ABORTED, CANARY, ERROR, INTERNAL, OK, STALE, Rig, all_records, run, until
+from tests.support.rig import ABORTED, CANARY, ERROR, INTERNAL, OK, STALE, FaultyRig, Rig, all_records, run, until
 
 
 def pairs_of(records, places):
@@ -55,15 +55,15 @@ def test_unsorted_pairs_are_served(directory, rng):
 
 
 def test_a_run_in_frames_does_not_wait_for_a_delayed_one(directory, rng):
-    with Rig(directory) as rig:
+    with FaultyRig(directory) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
         warm = run(0, epoch, lane=0, pair_count=512)
         assert rig.ask(OP_RANGE, 0, warm).tolist() == [[OK, 0]]
-        rig.plane.set_faults(delay_us=300_000)
+        rig.set_faults(delay_us=300_000)
         slow = rig.post(OP_RANGE, 0, run(0, epoch, lane=1, pair_count=512))
         time.sleep(0.05)
-        rig.plane.set_faults()
+        rig.set_faults()
         assert rig.ask(OP_RANGE, 0, warm).tolist() == [[OK, 0]]
         assert rig.ring.poll(slow)[0, 0] == 0
         assert rig.ring.in_flight == 1
@@ -71,10 +71,10 @@ def test_a_run_in_frames_does_not_wait_for_a_delayed_one(directory, rng):
 
 
 def test_reordered_and_delayed_runs_give_the_same_bytes(directory, rng, seed):
-    with Rig(directory, dram_bytes=1 << 20) as rig:
+    with FaultyRig(directory, dram_bytes=1 << 20) as rig:
         pack = rig.make_pack(rng, lanes=4, tokens=512)
         epoch = rig.bind(0, [pack], 512)
-        rig.plane.set_faults(delay_us=2000, delay_random=True, reorder=True, seed=seed)
+        rig.set_faults(delay_us=2000, delay_random=True, reorder=True, seed=seed)
         for layer in (0, 1):
             runs = np.concatenate([run(0, epoch, lane=lane, pair_count=512) for lane in range(4)])
             assert (rig.ask(OP_RANGE, layer, runs)[:, 0] == OK).all()
@@ -83,10 +83,10 @@ def test_reordered_and_delayed_runs_give_the_same_bytes(directory, rng, seed):
 
 
 def test_injected_failure_is_an_error_and_half_done(directory, rng):
-    with Rig(directory) as rig:
+    with FaultyRig(directory) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
-        rig.plane.set_faults(fail_every=3)
+        rig.set_faults(fail_every=3)
         runs = np.concatenate(
             [
                 run(
@@ -224,12 +224,12 @@ def test_promote_is_a_hint(directory, rng):
 
 
 def test_cancel_ends_an_open_ticket(directory, rng):
-    with Rig(directory) as rig:
+    with FaultyRig(directory) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
-        rig.plane.set_faults(delay_us=10_000_000)
+        rig.set_faults(delay_us=10_000_000)
         seq = rig.post(OP_RANGE, 0, run(0, epoch, pair_count=512))
-        rig.plane.set_faults()
+        rig.set_faults()
         until(lambda: rig.plane.stats()["runs"] >= 5)
         cancel = run(0, 0, arg=seq)
         assert rig.ask(OP_CANCEL, 0, cancel).tolist() == [[OK, 0]]

@@ -7,7 +7,7 @@ import pytest
 
 from decode_worker._native import OP_GATHER, OP_RANGE, OP_STORE
 from kvstore_service._native import DataPlane, KindSpec, NativeError, PackSpec
-from tests.support.rig import ABORTED, DATA_LOSS, ERROR, INVALID_ARGUMENT, OK, Rig, all_records, run, spec
+from tests.support.rig import ABORTED, DATA_LOSS, ERROR, INVALID_ARGUMENT, OK, FaultyRig, Rig, all_records, run, spec
 
 BLOCK = 4096
 
@@ -241,12 +241,12 @@ def test_every_segment_has_whole_blocks_for_its_map(directory, rng, tokens):
 
 
 def test_abort_waits_for_writes_and_answers_their_runs(directory, rng):
-    with Rig(directory) as rig:
-        upload = rig.plane.create_upload(str(directory / "p"), spec(rng, 1, 1, 512, 1024))
+    with FaultyRig(directory) as rig:
+        upload = rig.plane.create_upload(str(directory / "p"), spec(rng, 1, 1, 512, 1024, native=rig.native))
         rig.plane.own_upload(rig.worker, upload)
         rig.staging[:] = 1
         rig.staging[1024 * 512 : 1024 * 514] = np.arange(1024, dtype=np.uint16).view(np.uint8)
-        rig.plane.set_faults(delay_us=50_000)
+        rig.set_faults(delay_us=50_000)
         seq = rig.ring.post(OP_STORE, 0, 0, run(upload, 0), np.zeros((0, 2), np.uint32))
         rig.plane.abort_upload(upload)
         result = tuple(rig.ring.wait(seq, 5_000_000)[0])

@@ -11,7 +11,7 @@ import pytest
 
 from decode_worker._native import OP_GATHER, OP_RANGE
 from kvstore_service._native import NativeError
-from tests.support.rig import OK, WAIT_US, Pack, Rig, run, until
+from tests.support.rig import OK, WAIT_US, FaultyRig, Pack, Rig, run, until
 
 FRAME_BYTES = 16384
 FRAMES = 256  # of the tier
@@ -21,11 +21,13 @@ RECORD_BYTES = 512
 
 
 @contextmanager
-def two_owners(directory: Path, frames: int = FRAMES, copy_threads: int = 1) -> Iterator[tuple[Rig, Rig]]:
+def two_owners(
+    directory: Path, frames: int = FRAMES, copy_threads: int = 1, rig: type[Rig] = Rig
+) -> Iterator[tuple[Rig, Rig]]:
     with ExitStack() as stack:
         options = {"window_bytes": 16 << 20, "staging_bytes": 4 << 20, "wait_ms": 20_000}
         bounded = stack.enter_context(
-            Rig(directory, dram_bytes=frames * FRAME_BYTES, owner=BOUNDED, copy_threads=copy_threads, **options)
+            rig(directory, dram_bytes=frames * FRAME_BYTES, owner=BOUNDED, copy_threads=copy_threads, **options)
         )
         elsewhere = directory / "free"
         elsewhere.mkdir()
@@ -169,7 +171,7 @@ def test_a_quota_lowered_under_a_flood_holds_when_the_runs_are_over(directory, r
 
 
 def test_frames_in_use_when_the_bound_falls_go_with_their_last_pin(directory, rng):
-    with two_owners(directory) as (bounded, _):
+    with two_owners(directory, rig=FaultyRig) as (bounded, _):
         plane, pack = bounded.plane, bounded.make_pack(rng, tokens=TOKENS)
         epoch = bounded.bind(0, [pack], TOKENS)
 
@@ -178,11 +180,11 @@ def test_frames_in_use_when_the_bound_falls_go_with_their_last_pin(directory, rn
             ended = plane.stats()["runs_ok"]
             seq = bounded.post(OP_RANGE, layer, run(0, epoch, lane=lane, pair_count=TOKENS))
             until(lambda: plane.stats()["frames_pinned"] > 8 or plane.stats()["runs_ok"] > ended)
-            plane.set_faults(stopped=True)
+            bounded.set_faults(stopped=True)
             plane.census()  # a command: its step is over
             if plane.stats()["frames_pinned"] > 8:
                 return True
-            plane.set_faults()
+            bounded.set_faults()
             assert bounded.ring.wait(seq, WAIT_US).tolist() == [[OK, 0]]
             return False
 
@@ -191,7 +193,7 @@ def test_frames_in_use_when_the_bound_falls_go_with_their_last_pin(directory, rn
         until(lambda: stopped_in_a_read(*next(places)), 20)
         plane.set_dram_quota(BOUNDED, plane.dram_quota_min)
         assert held(bounded)[BOUNDED] == plane.stats()["frames_pinned"] > 8
-        plane.set_faults()
+        bounded.set_faults()
         until(lambda: plane.stats()["frames_pinned"] == 0)
         assert held(bounded)[BOUNDED] == 8
 

@@ -22,7 +22,7 @@ from decode_worker._native import (
     RingTimeout,
 )
 from kvstore_service._native import RingGeometry
-from tests.support.rig import NO_PAIRS, OK, Rig, mapped, run
+from tests.support.rig import NO_PAIRS, OK, FaultyRig, Rig, mapped, run
 
 CHILD = """
 import mmap, sys, time
@@ -100,7 +100,7 @@ CONSUMED_OFFSET, CELLS_OFFSET = 256, 320  # in CompletionsHeader and behind it, 
 
 def answered_but_not_consumed(rig):
     """A ring of two tickets, both answered and collected, that its daemon has not counted as consumed yet."""
-    rig.plane.set_faults(stopped=True)
+    rig.set_faults(stopped=True)
     completions = mapped(rig.completion_fd, rig.geometry.completions_bytes)
     for _ in range(2):
         rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS)
@@ -112,7 +112,7 @@ def answered_but_not_consumed(rig):
 
 
 def test_a_ticket_that_was_read_before_it_counts_as_consumed_only_delays_the_next_one(directory):
-    with Rig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
+    with FaultyRig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
         consumed = answered_but_not_consumed(rig)
         late = threading.Timer(0.1, lambda: consumed.__setitem__(0, 1))
         late.start()
@@ -121,7 +121,7 @@ def test_a_ticket_that_was_read_before_it_counts_as_consumed_only_delays_the_nex
 
 
 def test_credit_that_never_comes_is_refused_at_the_deadline_and_poison_ends_the_wait_for_it(directory):
-    with Rig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
+    with FaultyRig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
         answered_but_not_consumed(rig)
         start = time.monotonic()
         with pytest.raises(NoCredit, match="not consumed after 50000 us"):
@@ -135,8 +135,8 @@ def test_credit_that_never_comes_is_refused_at_the_deadline_and_poison_ends_the_
 
 
 def test_a_ticket_that_its_caller_has_not_collected_is_refused_at_once(directory):
-    with Rig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
-        rig.plane.set_faults(stopped=True)
+    with FaultyRig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
+        rig.set_faults(stopped=True)
         for _ in range(2):
             rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS)
         start = time.monotonic()
@@ -152,7 +152,7 @@ def test_a_signal_ends_a_wait(directory):
     def ring_off(*_):
         raise Rung
 
-    with Rig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
+    with FaultyRig(directory, geometry=RingGeometry(2, 1, 1)) as rig:
         consumed = answered_but_not_consumed(rig)
         before = signal.signal(signal.SIGALRM, ring_off)
         try:
@@ -191,8 +191,8 @@ def test_limits(directory):
 
 
 def test_a_wait_ends_at_its_deadline_and_poisons(directory):
-    with Rig(directory) as rig:
-        rig.plane.set_faults(stopped=True)
+    with FaultyRig(directory) as rig:
+        rig.set_faults(stopped=True)
         seq = rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS)
         start = time.monotonic()
         with pytest.raises(RingTimeout):
@@ -203,9 +203,9 @@ def test_a_wait_ends_at_its_deadline_and_poisons(directory):
 
 
 def test_poison_wakes_a_sleeping_worker(directory):
-    with Rig(directory) as rig:
+    with FaultyRig(directory) as rig:
         timer = threading.Timer(0.05, rig.ring.poison)
-        rig.plane.set_faults(stopped=True)
+        rig.set_faults(stopped=True)
         seq = rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS)
         timer.start()
         timer.join()
@@ -216,11 +216,11 @@ def test_poison_wakes_a_sleeping_worker(directory):
 
 
 def test_both_sides_sleep_and_wake(directory, rng):
-    with Rig(directory, spin_us=0) as rig:
+    with FaultyRig(directory, spin_us=0) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
         before = rig.plane.stats()
-        rig.plane.set_faults(delay_us=2000)
+        rig.set_faults(delay_us=2000)
         times = []
         for _ in range(50):
             seq = rig.ring.post(OP_RANGE, 0, 0, run(0, epoch, pair_count=1), NO_PAIRS)
@@ -249,8 +249,8 @@ def test_an_idle_daemon_uses_no_cpu_and_beats(directory, rng):
 
 
 def test_a_blocked_worker_uses_no_cpu(directory):
-    with Rig(directory) as rig:
-        rig.plane.set_faults(stopped=True)
+    with FaultyRig(directory) as rig:
+        rig.set_faults(stopped=True)
         seq = rig.ring.post(OP_RANGE, 0, 0, run(0, 1), NO_PAIRS)
         before = sum(os.times()[:2])
         with pytest.raises(RingTimeout):

@@ -8,10 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from decode_worker._native import OP_RANGE, OP_STORE, RingPoisoned, RingProducer
-from kvstore_service._native import NativeError
+from decode_worker._native import OP_GATHER, OP_RANGE, OP_STORE, RingPoisoned, RingProducer
 from tests.faults.conftest import shim
-from tests.support.rig import CANARY, ERROR, NO_PAIRS, OK, STALE, WAIT_US, Rig, run, until
+from tests.support.rig import CANARY, ERROR, NO_PAIRS, OK, STALE, WAIT_US, FaultyRig, Rig, run, until
 from tests.support.shimmed import shimmed
 
 __all__ = ["shim"]
@@ -36,7 +35,7 @@ def answered(ring: RingProducer, ticket: int, seconds: float) -> bool:
 
 
 def stop(rig: Rig, thread: int) -> None:
-    rig.plane.set_faults(stopped=True, only_thread=thread)
+    rig.set_faults(stopped=True, only_thread=thread)
     rig.plane.census()  # a command: what each thread had begun before has ended
 
 
@@ -48,7 +47,7 @@ def waits_for(rig: Rig, ring: RingProducer, epoch: int, seconds: float) -> list[
         ticket = ring.post(OP_RANGE, 0, 0, run(0, epoch, pair_count=1), NO_PAIRS)
         if not answered(ring, ticket, seconds):
             found.append(thread)
-        rig.plane.set_faults()
+        rig.set_faults()
         assert ring.wait(ticket, WAIT_US).tolist() == [[OK, 0]]
     return found
 
@@ -67,7 +66,7 @@ def threads_of(rig: Rig, rings: list[RingProducer], epoch: int) -> list[int]:
 
 def test_rings_of_one_worker_are_served_by_different_threads(directory, rng):
     """While a thread serves nobody, the ring of another thread is served on and on."""
-    with Rig(directory, copy_threads=THREADS) as rig:
+    with FaultyRig(directory, copy_threads=THREADS) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
         rings = [rig.ring, rig.add_ring(), rig.add_ring()]
@@ -81,14 +80,14 @@ def test_rings_of_one_worker_are_served_by_different_threads(directory, rng):
             assert ring.wait(ticket, WAIT_US).tolist() == [[OK, 0]]
             assert (rig.lane(0, 1, 512) == pack.records[0, 1]).all()
         assert (rings[0].poll(held)[:, 0] == 0).all()
-        rig.plane.set_faults()
+        rig.set_faults()
         assert rings[0].wait(held, WAIT_US).tolist() == [[OK, 0]]
         assert (rig.lane(1, 0, 512) == pack.records[1, 0]).all()
 
 
 def test_the_first_rings_of_workers_are_spread(directory, rng):
     """Two rings each on two threads: least-loaded alone would put all that decode on one thread."""
-    with Rig(directory, copy_threads=2) as rig:
+    with FaultyRig(directory, copy_threads=2) as rig:
         pack = rig.make_pack(rng)
         rig.add_ring()
         with Rig(directory, beside=rig, copy_threads=2) as other:
@@ -97,7 +96,7 @@ def test_the_first_rings_of_workers_are_spread(directory, rng):
 
 
 def test_a_ring_takes_the_place_of_one_that_has_gone(directory, rng):
-    with Rig(directory, copy_threads=THREADS) as rig:
+    with FaultyRig(directory, copy_threads=THREADS) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
         first = threads_of(rig, [rig.ring], epoch)
@@ -166,11 +165,11 @@ def test_unbind_while_all_rings_are_served_stores_nothing_later(directory, rng, 
 
 def test_unbind_waits_for_every_thread(directory, rng):
     """A thread that delays its runs gives them up, too."""
-    with Rig(directory, copy_threads=THREADS) as rig:
+    with FaultyRig(directory, copy_threads=THREADS) as rig:
         pack = rig.make_pack(rng)
         rings = [rig.ring, rig.add_ring(), rig.add_ring()]
         epoch = rig.bind(0, [pack], 512)
-        rig.plane.set_faults(delay_us=10_000_000)
+        rig.set_faults(delay_us=10_000_000)
         before = rig.plane.stats()["tickets"]
         tickets = [post_many(ring, i, epoch) for i, ring in enumerate(rings)]
         until(lambda: rig.plane.stats()["tickets"] == before + len(rings), 20)
@@ -181,24 +180,24 @@ def test_unbind_waits_for_every_thread(directory, rng):
 
 @pytest.mark.parametrize("which", range(THREADS))
 def test_poison_of_one_ring_ends_the_others(directory, rng, which):
-    with Rig(directory, copy_threads=THREADS) as rig, Rig(directory, beside=rig, owner=7) as other:
+    with FaultyRig(directory, copy_threads=THREADS) as rig, Rig(directory, beside=rig, owner=7) as other:
         pack = rig.make_pack(rng)
         rings = [rig.ring, rig.add_ring(), rig.add_ring()]
         other.opened = 10
         epoch, theirs = rig.bind(0, [pack], 512), other.bind(0, [pack], 512)
         for ring in rings:
             assert ring.wait(ring.post(OP_RANGE, 0, 0, run(0, epoch, pair_count=1), NO_PAIRS), WAIT_US)[0, 0] == OK
-        rig.plane.set_faults(delay_us=10_000_000)
+        rig.set_faults(delay_us=10_000_000)
         tickets = [post_many(ring, i, epoch) for i, ring in enumerate(rings)]
         rings[which].poison()
         for ring, ticket in zip(rings, tickets, strict=True):
             with pytest.raises(RingPoisoned):
                 ring.wait(ticket, WAIT_US)
-        rig.plane.set_faults()
-        with pytest.raises(NativeError) as error:
+        rig.set_faults()
+        with pytest.raises(rig.native.NativeError) as error:
             rig.bind(1, [pack], 512)
         assert error.value.code == "FAILED_PRECONDITION"
-        with pytest.raises(NativeError) as error:
+        with pytest.raises(rig.native.NativeError) as error:
             rig.add_ring()
         assert error.value.code == "FAILED_PRECONDITION"
         rig.window[:] = CANARY
@@ -285,3 +284,30 @@ STUCK_THREAD = """
 
 def test_a_thread_stuck_in_a_read_holds_up_no_other_ring(shim, directory):
     shimmed(shim, STUCK_THREAD, directory)
+
+
+@pytest.mark.parametrize(("op", "share"), [(OP_GATHER, 1 / 2), (OP_RANGE, 3 / 8)], ids=["decode", "bulk"])
+def test_rings_on_two_threads_hold_one_share_of_the_tier(directory, rng, op, share):
+    """Decode takes frames while it has fewer than are free, bulk while it has less than half of that, a quarter of the
+    tier at once; where a thread has none it gets one."""
+    frames, tokens = 256, 16384
+    sizes = {"dram_bytes": frames << 14, "window_bytes": 16 << 20, "staging_bytes": 16 << 20}
+    with FaultyRig(directory, copy_threads=2, **sizes) as rig:
+        pack = rig.make_pack(rng, 1, 1, tokens=tokens)  # 512 frames
+        rings, epoch = [rig.ring, rig.add_ring()], rig.bind(0, [pack], tokens)
+        pairs = np.stack([np.arange(tokens), np.arange(tokens)], axis=1).astype(np.uint32)
+        rig.native.io_shim_set([("gather", "delay", 1, 1 << 40, 3_000_000)])
+        for which, ring in enumerate(rings):
+            first = which * tokens // 2
+            many = np.concatenate([run(0, epoch, first_pair=first + i * 256, pair_count=256) for i in range(32)])
+            ring.post(op, 0, 0, many, pairs if op == OP_GATHER else NO_PAIRS, WAIT_US)
+            until(lambda which=which: rig.plane.stats()["tickets"] == 2 + which)
+            until(lambda: settled(lambda: rig.plane.stats()["frames_pinned"]))
+            assert frames / 8 < rig.plane.stats()["frames_pinned"] <= frames * share + 1
+
+
+def settled(value) -> bool:
+    """Whether it stays the same for a while."""
+    before = value()
+    time.sleep(0.05)
+    return value() == before

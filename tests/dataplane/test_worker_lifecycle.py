@@ -8,7 +8,7 @@ import pytest
 
 from decode_worker._native import OP_RANGE, OP_STORE, RingPoisoned, RingProducer, RingTimeout
 from kvstore_service._native import DataPlane, NativeError
-from tests.support.rig import CANARY, ERROR, OK, STALE, Rig, all_records, memfd, run, spec, until
+from tests.support.rig import CANARY, ERROR, OK, STALE, FaultyRig, Rig, all_records, memfd, run, spec, until
 
 
 def unchanged_for(window, seconds):
@@ -24,11 +24,11 @@ def post_all(rig, epoch, places, lanes=2):
 
 @pytest.mark.parametrize("round_", range(5))
 def test_unbind_while_copies_are_delayed(directory, rng, seed, round_):
-    with Rig(directory, dram_bytes=1 << 20, copy_threads=2) as rig:
+    with FaultyRig(directory, dram_bytes=1 << 20, copy_threads=2) as rig:
         pack = rig.make_pack(rng)
         for attempt in range(10):
             epoch = rig.bind(0, [pack], 512)
-            rig.plane.set_faults(delay_us=4000, delay_random=True, reorder=True, seed=seed + attempt)
+            rig.set_faults(delay_us=4000, delay_random=True, reorder=True, seed=seed + attempt)
             tickets = post_all(rig, epoch, 512)
             time.sleep(float(rng.random()) * 0.004)
             rig.plane.unbind(rig.worker, 0)
@@ -59,11 +59,11 @@ def test_unbind_while_reads_are_in_flight(directory, rng):
 
 
 def test_unbind_of_one_slot_leaves_the_other(directory, rng):
-    with Rig(directory, window_bytes=16 << 20) as rig:
+    with FaultyRig(directory, window_bytes=16 << 20) as rig:
         pack = rig.make_pack(rng)
         first = rig.bind(0, [pack], 512)
         other = rig.bind(1, [pack], 512, first=8 << 20)
-        rig.plane.set_faults(delay_us=20_000)
+        rig.set_faults(delay_us=20_000)
         ticket = rig.post(
             OP_RANGE,
             0,
@@ -105,26 +105,26 @@ def test_remove_worker_with_everything_in_flight(directory, rng):
 
 
 def test_removal_while_stopped(directory, rng):
-    with Rig(directory) as rig:
+    with FaultyRig(directory) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
-        rig.plane.set_faults(stopped=True)
+        rig.set_faults(stopped=True)
         post_all(rig, epoch, 512)
         rig.plane.remove_worker(rig.worker)
-        rig.plane.set_faults()
+        rig.set_faults()
         assert unchanged_for(rig.window, 0.05)
 
 
 def test_poison_by_the_worker_stops_late_stores(directory, rng):
-    with Rig(directory) as rig:
+    with FaultyRig(directory) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
-        rig.plane.set_faults(stopped=True)
+        rig.set_faults(stopped=True)
         tickets = post_all(rig, epoch, 512)
         with pytest.raises(RingTimeout):
             rig.ring.wait(tickets[0], 20_000)
         assert rig.ring.poisoned
-        rig.plane.set_faults()  # the daemon wakes up late
+        rig.set_faults()  # the daemon wakes up late
         assert unchanged_for(rig.window, 0.05)
         assert (rig.window == CANARY).all()
         for call in (
@@ -137,10 +137,10 @@ def test_poison_by_the_worker_stops_late_stores(directory, rng):
 
 
 def test_poison_with_delayed_runs(directory, rng):
-    with Rig(directory) as rig:
+    with FaultyRig(directory) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
-        rig.plane.set_faults(delay_us=50_000)
+        rig.set_faults(delay_us=50_000)
         post_all(rig, epoch, 512)
         until(lambda: rig.plane.stats()["tickets"] >= 6)
         rig.ring.poison()
@@ -163,10 +163,10 @@ def test_a_worker_registers_anew_after_poison(directory, rng):
 
 
 def test_close_wakes_a_waiting_worker(directory, rng):
-    rig = Rig(directory)
+    rig = FaultyRig(directory)
     pack = rig.make_pack(rng)
     epoch = rig.bind(0, [pack], 512)
-    rig.plane.set_faults(delay_us=60_000_000)
+    rig.set_faults(delay_us=60_000_000)
     ticket = rig.post(OP_RANGE, 0, run(0, epoch, pair_count=512))
     closer = threading.Timer(0.05, rig.plane.close)
     closer.start()
@@ -183,7 +183,7 @@ def test_close_wakes_a_waiting_worker(directory, rng):
         lambda: rig.plane.open_pack(str(pack.path)),
         lambda: rig.plane.add_worker(rig.window_fd, 4096, rig.staging_fd, 4096, 1, rig.owner),
     ):
-        with pytest.raises(NativeError) as error:
+        with pytest.raises(rig.native.NativeError) as error:
             call()
         assert error.value.code == "UNAVAILABLE"
 

@@ -21,8 +21,8 @@ def build(directory: Path, sanitizer: str, *targets: str, compiler: str = "g++")
     """Builds `targets` under `directory`, with ASan and UBSan ("address") or TSan ("thread")."""
     configure = (
         "cmake", "-S", ROOT, "-B", directory, "-G", "Ninja", "-DHEADGATE_WORKER=OFF", "-DHEADGATE_FUZZ=ON",
-        f"-DHEADGATE_SANITIZE={sanitizer}", f"-DCMAKE_CXX_COMPILER={shutil.which(compiler)}",
-        f"-DPython_EXECUTABLE={sys.executable}",
+        "-DHEADGATE_IO_SHIM=ON", f"-DHEADGATE_SANITIZE={sanitizer}",
+        f"-DCMAKE_CXX_COMPILER={shutil.which(compiler)}", f"-DPython_EXECUTABLE={sys.executable}",
     )  # fmt: skip
     environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     for command in (configure, ("cmake", "--build", directory, "-j2", "--target", *targets)):

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore_service.client.private import DAEMON_ARGV, PrivateDaemon
+from tests.support import shim_build
 
-_FAULTY_ARGV = (sys.executable, "-m", "tests.support.faulty_daemon")
+
+def _faulty_argv(native: Path) -> tuple[str, ...]:
+    return (sys.executable, "-m", "tests.support.faulty_daemon", f"--native={native}")
 
 
 class Daemon(PrivateDaemon):
@@ -27,14 +30,13 @@ class Daemon(PrivateDaemon):
         prefix: Sequence[str] = (),
         start_s: float = 30.0,
     ) -> None:
-        """Keeps its packs under `directory`/data. `native`: the build of the data plane for a faulty one to load;
-        `prefix`: a command that runs the daemon's."""
-        faulty_argv = _FAULTY_ARGV if native is None else (*_FAULTY_ARGV, f"--native={native}")
+        """Keeps its packs under `directory`/data. `faulty`: runs on the test build of the data plane, or on
+        `native`; `prefix`: a command that runs the daemon's."""
         super().__init__(
             directory / "data",
             dram_bytes,
             options=options,
-            argv=(*prefix, *(faulty_argv if faulty else DAEMON_ARGV)),
+            argv=(*prefix, *(_faulty_argv(native or shim_build.path()) if faulty else DAEMON_ARGV)),
             start_s=start_s,
         )
 
@@ -44,13 +46,13 @@ class Daemon(PrivateDaemon):
         self.start()
 
     def set_faults(self, **faults: bool | int) -> None:
-        """DataPlane.set_faults in the daemon's process; returns when they hold. Needs faulty=True."""
+        """copy_shim_set in the daemon's process; returns when they hold. Needs faulty=True."""
         self.send_line(json.dumps(faults))
         answer = self.read_line(10.0)
         assert answer == "ok", answer
 
     def set_disk_faults(self, *rules: tuple[str, str, int, int, int]) -> None:
-        """io_shim_set in the daemon's process; returns when they hold. Needs `native` with the shim."""
+        """io_shim_set in the daemon's process; returns when they hold. Needs faulty=True."""
         self.send_line(json.dumps(rules))
         answer = self.read_line(10.0)
         assert answer == "ok", answer

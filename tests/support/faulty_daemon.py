@@ -1,8 +1,8 @@
 """kvstored with a lever: reads JSON lines from stdin.
 
-An object goes to DataPlane.set_faults and is answered with `ok`; "trace" with the rows of DataPlane.drain_trace. With
-`--native=PATH` as its first flag it loads that build of kvstore_service._native; if it is one with HEADGATE_IO_SHIM,
-an array goes to io_shim_set and "disk" is answered with io_shim_counts.
+It runs on the test build of kvstore_service._native that `--native=PATH`, its first flag, names. An object goes to
+copy_shim_set and an array to io_shim_set; both are answered with `ok`, "disk" with io_shim_counts, and "trace" with the
+rows of DataPlane.drain_trace.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _obey(daemon: Daemon) -> None:
             if isinstance(message, list):
                 _native.io_shim_set([tuple(rule) for rule in message])
             else:
-                daemon.data_plane.set_faults(**message)
+                _native.copy_shim_set(**message)
             print("ok", flush=True)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             print(f"refused: {error}", flush=True)
@@ -59,8 +59,7 @@ def _load_native(path: str) -> None:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    if arguments and arguments[0].startswith("--native="):
-        _load_native(arguments.pop(0).partition("=")[2])
+    _load_native(arguments.pop(0).removeprefix("--native="))
     from kvstore_service.daemon.server import main
 
     sys.exit(main(arguments, make=faulty))

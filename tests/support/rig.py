@@ -7,12 +7,14 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker import _native as worker_native
 from kvstore_service import _native as store_native
+from tests.support import shim_build
 
 CANARY = 0xC5
 INVALID_ARGUMENT, ABORTED, INTERNAL, UNAVAILABLE, DATA_LOSS = 3, 10, 13, 14, 15
@@ -47,14 +49,15 @@ def spec(
     tokens: int,
     extent_blocks: int = 4,
     pack_id: bytes | None = None,
+    native: ModuleType = store_native,
 ) -> store_native.PackSpec:
-    return store_native.PackSpec(
+    return native.PackSpec(
         pack_id=pack_id or rng.bytes(32),
         build=rng.bytes(16),
         parent=bytes(32),
         fingerprint=bytes([7]) * 32,
         layers=layers,
-        kinds=[store_native.KindSpec(lanes, record_bytes // 4, 2, record_bytes)],
+        kinds=[native.KindSpec(lanes, record_bytes // 4, 2, record_bytes)],
         tokens=tokens,
         extent_blocks=extent_blocks,
     )
@@ -86,12 +89,17 @@ class Rig:
     geometry: store_native.RingGeometry = field(
         default_factory=lambda: store_native.RingGeometry(tickets=8, runs_max=64, pairs_max=1 << 16)
     )
+    native: ModuleType = store_native  # the build
 
     def __post_init__(self) -> None:
+        if self.beside:
+            self.native = self.beside.native
+        shape = self.geometry
+        self.geometry = self.native.RingGeometry(shape.tickets, shape.runs_max, shape.pairs_max)
         self.plane = (
             self.beside.plane
             if self.beside
-            else store_native.DataPlane(
+            else self.native.DataPlane(
                 self.dram_bytes, self.io_depth, self.copy_threads, self.spin_us, self.extent_blocks
             )
         )
@@ -165,7 +173,7 @@ class Rig:
         """A random pack, stored through the ring, finished and opened. The same `pack_id` again is another build."""
         self.opened += 1
         path = self.directory / f"{self.opened}.pack"
-        what = spec(rng, layers, lanes, record_bytes, tokens, self.extent_blocks, pack_id)
+        what = spec(rng, layers, lanes, record_bytes, tokens, self.extent_blocks, pack_id, self.native)
         upload = self.plane.create_upload(str(path), what)
         self.plane.own_upload(self.worker, upload)
         records = rng.integers(0, 256, (layers, lanes, tokens, record_bytes), np.uint8)
@@ -193,10 +201,34 @@ class Rig:
         self.windows[..., 0] = first + np.arange(layers * lanes).reshape(layers, lanes) * stride
         return self.plane.bind(self.worker, slot, [p.handle for p in packs], self.windows, record_bytes)
 
+    def set_faults(self, **rules: bool | int) -> None:
+        """copy_shim_set, for all data planes of the build, which is a test build. Without rules: none."""
+        self.native.copy_shim_set(**rules)
+
     def lane(self, layer: int, lane: int, record_bytes: int) -> NDArray[np.uint8]:
         """The window's places of a lane, uint8[places, record_bytes]."""
         offset, places = (int(v) for v in self.windows[layer, lane])
         return self.window[offset : offset + places * record_bytes].reshape(places, record_bytes)
+
+
+@dataclass
+class FaultyRig(Rig):
+    """Over the test build. No faults at the start and afterwards: they hold for the whole process."""
+
+    native: ModuleType = field(default_factory=shim_build.native)
+
+    def __post_init__(self) -> None:
+        self._forget_faults()
+        super().__post_init__()
+
+    def __exit__(self, *_: object) -> None:
+        self._forget_faults()
+        super().__exit__()
+
+    def _forget_faults(self) -> None:
+        self.native.io_shim_set([])
+        self.native.alloc_shim_set()
+        self.set_faults()
 
 
 def all_records(packs: list[Pack], layer: int, lane: int) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@ import grpc
 from kvstore_service.daemon.front.rpc import MESSAGE_BYTES_MAX, Gate
 
 CONNECTIONS_MAX = 512
-STREAMS_MAX = 80  # of one connection; a worker may have 64 calls in flight
+STREAMS_MAX = 128  # of one connection: twice the calls that a worker may have in flight
 PENDING_MAX = 256  # calls that the event loop has not seen yet; beyond, they are refused unseen (CANCELLED)
 BURST = 4  # calls that are taken from one connection before others have their turn
 METADATA_BYTES_MAX = 4 << 10  # of one call; ours are a few hundred

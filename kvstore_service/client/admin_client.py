@@ -116,7 +116,11 @@ class AdminClient(Client):
             self.rpc_count += 1
         timeout_s = max(0.0, min(timeout_s, self.deadline_s - time.monotonic()))
         with self._typed_errors(request_id):
-            yield from method(request, timeout=timeout_s, metadata=self._metadata(request_id))
+            call = method(request, timeout=timeout_s, metadata=self._metadata(request_id))
+            try:
+                yield from call
+            finally:
+                call.cancel()  # of a caller that has left before the end
 
     def explain(self, subject: str = "") -> list[admin_pb.Finding]:
         """Why a prompt (by its last digest), a pack or a session is found or not, and fast or slow; "": the latest

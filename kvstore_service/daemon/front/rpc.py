@@ -40,6 +40,7 @@ _ADMIN = "/kvstore.v1.AdminService/"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 log = logging.getLogger("kvstored.rpc")
+refusals = logs.Sparse(log)
 
 _Guarded = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]
 
@@ -99,7 +100,7 @@ class Gate(grpc.aio.ServerInterceptor):
                         await answer(call, handler, request, context, place)
                 took_s = time.monotonic() - call.began_s
                 self._observe(method, took_s)
-                _log(call, logging.DEBUG, "answered")
+                logs.event(log, logging.DEBUG, "answered", **_fields(call))
             except asyncio.CancelledError:
                 call.cancelled = True
                 if call.undo is not None:
@@ -122,7 +123,7 @@ class Gate(grpc.aio.ServerInterceptor):
             call = Call(method, _request_id(context), time.monotonic(), ANYBODY)
             await context.write(handler.response_serializer(handler.unary_unary(None, call)))
             self._observe(method, time.monotonic() - call.began_s)
-            _log(call, logging.DEBUG, "answered")
+            logs.event(log, logging.DEBUG, "answered", **_fields(call))
 
         return answer
 
@@ -263,7 +264,8 @@ async def _refuse(call: Call, error: Exception, context: Any) -> None:
         log.exception("call failed", exc_info=error)
     if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
         failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
-    _log(call, level, "refused", code=failure.code, reason=failure.message)
+    key = (call.caller.uid, call.method, failure.code, failure.reason)
+    refusals.event(key, level, "refused", code=failure.code, reason=failure.message, **_fields(call))
     error.__traceback__ = None  # its frames hold the request, and a future in them holds the error
     details = ("grpc-status-details-bin", _status(failure).SerializeToString())
     await context.abort(grpc.StatusCode[failure.code], failure.message, (details, (REQUEST_ID_ENTRY, call.request_id)))
@@ -283,9 +285,10 @@ def _failure(error: Exception) -> tuple[StoreError, int]:
     return StoreError(code, text, reason="DISK_FULL" if code == "RESOURCE_EXHAUSTED" else ""), logging.ERROR
 
 
-def _log(call: Call, level: int, message: str, **fields: object) -> None:
+def _fields(call: Call) -> dict[str, object]:
+    """Of its line in the log."""
     took_ms = (time.monotonic() - call.began_s) * 1e3
-    logs.event(log, level, message, method=call.method, took_ms=took_ms, request=call.request_id, **fields)
+    return {"method": call.method, "took_ms": took_ms, "request": call.request_id}
 
 
 def _request_id(context: grpc.aio.ServicerContext) -> str:

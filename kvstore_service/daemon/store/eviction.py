@@ -53,7 +53,7 @@ class Eviction:
 
     def _forget(self, rows: Sequence[PackRow], spared: Mapping[bytes, StoreError]) -> tuple[list[Outcome], list[Path]]:
         going = [row for row in rows if row.ref.pack_id not in spared]
-        removed, files = self._ballast.behind(lambda: self._catalog.remove_packs(going))
+        removed, files = self._ballast.behind(lambda: self._catalog.remove_packs(going)) if going else ([], [])
         left = iter(removed)
         return [spared[row.ref.pack_id] if row.ref.pack_id in spared else next(left) for row in rows], files
 

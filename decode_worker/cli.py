@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ DEMO_CONTEXT = 32768
 DEMO_QUESTIONS = 100
 # Questions and answers live behind the document.
 DEMO_ROOM = 512
+AGAIN_S = 0.01
 # What installs a package that is missing.
 EXTRAS = {"ray": "serve", "torch": "worker", "safetensors": "worker", "tokenizers": "worker"}
 
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, _end)
+    sys.unraisablehook = _end_again
     try:
         arguments.run(arguments)
     except ConfigError as error:
@@ -62,6 +65,16 @@ def _end(received: int, _: object) -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt if received == signal.SIGINT else SystemExit
+
+
+def _end_again(dropped: Any) -> None:
+    """What `_end` raises in a finaliser (gRPC's calls have one) goes no further than that: it is raised once more."""
+    if not issubclass(dropped.exc_type, KeyboardInterrupt | SystemExit):
+        sys.__unraisablehook__(dropped)
+    elif threading.current_thread() is threading.main_thread():
+        received = signal.SIGINT if issubclass(dropped.exc_type, KeyboardInterrupt) else signal.SIGTERM
+        signal.signal(signal.SIGALRM, lambda *_: _end(received, None))
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
 
 def _fail(error: object, status: int) -> int:

@@ -17,6 +17,7 @@ from kvstore_service.shared.settings import default_broker, default_socket
 from kvstore_service.shared.types import StoreError
 
 VERIFY_TIMEOUT_S = 3600.0
+EVICT_TIMEOUT_S = 3600.0
 TLS_FILES = ("ca.crt", "client.crt", "client.key")
 WATCH_TIMEOUT_S = 12 * 3600.0
 
@@ -115,7 +116,11 @@ class AdminClient(Client):
             self.rpc_count += 1
         timeout_s = max(0.0, min(timeout_s, self.deadline_s - time.monotonic()))
         with self._typed_errors(request_id):
-            yield from method(request, timeout=timeout_s, metadata=self._metadata(request_id))
+            call = method(request, timeout=timeout_s, metadata=self._metadata(request_id))
+            try:
+                yield from call
+            finally:
+                call.cancel()  # of a caller that has left before the end
 
     def explain(self, subject: str = "") -> list[admin_pb.Finding]:
         """Why a prompt (by its last digest), a pack or a session is found or not, and fast or slow; "": the latest
@@ -158,8 +163,15 @@ class AdminClient(Client):
 
         Refused (FAILED_PRECONDITION) for a pack that is pinned, attached to a session, or continued by a pack that
         stays; `descendants` evicts those too."""
+        return [pack for answer in self.evicting(pack_ids, descendants) for pack in answer.packs]
+
+    def evicting(
+        self, pack_ids: Sequence[bytes], descendants: bool = False, timeout_s: float = EVICT_TIMEOUT_S
+    ) -> Iterator[admin_pb.EvictResponse]:
+        """As `evict`, with an answer for each step, when it is done. Whoever leaves, or whose deadline passes
+        (DEADLINE_EXCEEDED), ends it: at most the step that was under way goes beyond what was answered."""
         request = admin_pb.EvictRequest(pack_ids=pack_ids, descendants=descendants)
-        return list(self._call(self._stub.Evict, request, COMMIT_TIMEOUT_S).packs)
+        yield from self._streamed(self._stub.Evict, request, timeout_s)
 
     def audit(self) -> list[admin_pb.AuditCheck]:
         """What must be equal, compared: catalogue and files, references, runs, frames, lookups."""

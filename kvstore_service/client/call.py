@@ -23,7 +23,9 @@ from kvstore_service.shared.types import StoreError, Violation
 CONNECTION_BROKEN = "CONNECTION_BROKEN"
 COMMIT_TIMEOUT_S = 120.0
 ALIVE_S = 0.1
+LATE_S = 0.5  # that gRPC may take to say that a deadline has passed
 RECONNECT_S = 0.05
+CLOSE_S = 1.0
 
 
 # A connection of its own: a shared one may still be backing off from a daemon that was gone.
@@ -80,7 +82,10 @@ class Client:
         """Ends the connection; the daemon then frees all that this client held. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._channel.close()
+            # It waits for every call's end, which never comes to one that an interrupt kept from getting its thread.
+            closing = threading.Thread(target=self._channel.close, daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
             if self._connection is not None:
                 self._connection.close()
 
@@ -122,7 +127,8 @@ class Client:
         if self._alive is None:
             return method(request, timeout=timeout_s, metadata=metadata)
         self._alive()
-        return _guarded(method.future(request, timeout=timeout_s, metadata=metadata), self._alive)
+        deadline_s = time.monotonic() + timeout_s
+        return _guarded(method.future(request, timeout=timeout_s, metadata=metadata), self._alive, deadline_s)
 
     def _pause_s(self, error: StoreError) -> float | None:
         """How long to wait before the same call again; None if it would not help."""
@@ -140,13 +146,16 @@ class Client:
             raise _store_error(error, request_id) from error
 
 
-def _guarded(call: Any, alive: Callable[[], None]) -> Any:
+def _guarded(call: Any, alive: Callable[[], None], deadline_s: float) -> Any:
+    """gRPC's deadline comes by a thread of its own, which an interrupt in the middle of a call can leave blocked."""
     try:
         while True:
             try:
                 return call.result(timeout=ALIVE_S)
             except grpc.FutureTimeoutError:
                 alive()
+                if time.monotonic() > deadline_s + LATE_S:
+                    raise StoreError("DEADLINE_EXCEEDED", "the call's deadline has passed") from None
     except BaseException:
         call.cancel()
         raise
@@ -181,6 +190,8 @@ def _store_error(error: grpc.RpcError, request_id: str) -> StoreError:
     message = error.details() if isinstance(error, grpc.Call) else str(error)
     if code == "UNAVAILABLE" and status is None:
         reason = CONNECTION_BROKEN  # gRPC's own word; the daemon's, such as a disk's error, comes with its status
+    if code == "CANCELLED" and status is None:  # by gRPC itself, before the daemon saw the call
+        code, message, reason = "UNAVAILABLE", "the daemon has more calls than it can take", CONNECTION_BROKEN
     if code == "DEADLINE_EXCEEDED" and status is None:  # the client's own clock, for which gRPC has many words
         message = "the call's deadline has passed"
     return StoreError(code, message or code, retry_after_s, violations, request_id, reason)

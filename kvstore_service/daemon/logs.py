@@ -7,12 +7,18 @@ import json
 import logging
 import re
 import sys
+import threading
+from collections import Counter
+from collections.abc import Hashable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
+
+SPARSE_LINES = 5  # of one key in one period
+SPARSE_KEYS = 256  # those beyond share one
 
 # Of the call that this thread serves; its errors carry the same id in trailing metadata.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -21,6 +27,41 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 def event(log: logging.Logger, level: int, message: str, **fields: object) -> None:
     """A line of fixed words, with what differs from event to event as fields."""
     log.log(level, message, extra={"fields": fields})
+
+
+class Sparse:
+    """Events that anybody can cause as often as they like: of those with the same key a few lines in every `period_s`,
+    and at its end one that says how many there were besides. Thread-safe."""
+
+    def __init__(self, log: logging.Logger, period_s: float = 5.0) -> None:
+        self._log = log
+        self._period_s = period_s
+        self._lock = threading.Lock()
+        self._seen: Counter[Hashable] = Counter()
+        self._left_out: dict[Hashable, tuple[int, str, dict[str, object]]] = {}  # the latest of each key
+
+    def event(self, key: Hashable, level: int, message: str, **fields: object) -> None:
+        if not self._log.isEnabledFor(level):
+            return
+        with self._lock:
+            if not self._seen:
+                period = threading.Timer(self._period_s, self._end)
+                period.daemon = True
+                period.start()
+            if key not in self._seen and len(self._seen) >= SPARSE_KEYS:
+                key = None
+            self._seen[key] += 1
+            if self._seen[key] > SPARSE_LINES:
+                self._left_out[key] = (level, message, fields)
+                return
+        event(self._log, level, message, **fields)
+
+    def _end(self) -> None:
+        with self._lock:
+            seen, self._seen = self._seen, Counter()
+            left_out, self._left_out = self._left_out, {}
+        for key, (level, message, fields) in left_out.items():
+            event(self._log, level, message, **fields, unlogged=seen[key] - SPARSE_LINES)
 
 
 def start(form: str, level: str) -> None:

@@ -42,7 +42,6 @@ from kvstore_service.daemon.store.registry import Limits, Worker
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.shared.types import StoreError
 
-STORE_SERVICE = "kvstore.v1.StoreService"
 ADMIN_SERVICE = "kvstore.v1.AdminService"
 GRACE_S = 1.0
 END_S = 20.0  # after draining; whatever hangs then is left behind
@@ -112,16 +111,13 @@ class Daemon:
         )
 
     def _equip(self, server: grpc.aio.Server) -> None:
-        services = (STORE_SERVICE, ADMIN_SERVICE)
         store_service_pb2_grpc.add_StoreServiceServicer_to_server(
             StoreService(self.store, self._broker, self.config), server
         )
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminService(self.store, self._broker, self.config, os.getpid()), server
         )
-        health_pb2_grpc.add_HealthServicer_to_server(
-            health.HealthService(services, self.store.state.draining.is_set), server
-        )
+        health_pb2_grpc.add_HealthServicer_to_server(health.HealthService(self.store.state.draining.is_set), server)
         reflection.enable_server_reflection((ADMIN_SERVICE, health.SERVICE, reflection.SERVICE_NAME), server)
 
     def start(self) -> None:

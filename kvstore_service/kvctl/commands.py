@@ -1,23 +1,25 @@
 """kvctl's commands: each asks the daemon, shows the answer and returns the exit status."""
 
 import argparse
+import contextlib
 import json
 import os
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from google.rpc import code_pb2
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvstore_service._proto.admin_service_pb2 import EvictedPack
 from kvstore_service.client import AdminClient
 from kvstore_service.kvctl.output import ID_DIGITS, Output, Row, plain
 from kvstore_service.shared.types import PACK_ID_BYTES, StoreError, format_size
 
-EVICT_BATCH = 500
+EVICT_BATCH = 8192  # packs that one call names
 POLL_S = 0.2
 
 Command = Callable[[AdminClient, Output, argparse.Namespace], int]
@@ -97,11 +99,23 @@ def evict(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
         return 0
     # Packs go before those that they continue, over all calls.
     wanted = sorted(chosen, key=lambda name: -chosen[name].first_token)
-    results = [
-        result
-        for first in range(0, len(wanted), EVICT_BATCH)
-        for result in client.evict(wanted[first : first + EVICT_BATCH], arguments.descendants)
-    ]
+    results: list[EvictedPack] = []
+    try:
+        with _progress("evict", output) as progress:
+            for first in range(0, len(wanted), EVICT_BATCH):
+                before, batch = len(results), wanted[first : first + EVICT_BATCH]
+                for answer in client.evicting(batch, arguments.descendants):
+                    results += answer.packs
+                    total = before + answer.total + len(wanted) - first - len(batch)
+                    progress(len(results), total, sum(item.freed_bytes for item in answer.packs))
+    except BaseException:
+        _show_evicted(output, results, ended=False)
+        raise
+    return _show_evicted(output, results, ended=True)
+
+
+def _show_evicted(output: Output, results: Sequence[EvictedPack], ended: bool) -> int:
+    """1 if a pack stays that should have gone, or may: not `ended`, the step under way is not among the results."""
     stayed = [
         {"pack_id": item.pack_id.hex(), "code": code_pb2.Code.Name(item.code), "reason": item.message}
         for item in results
@@ -110,12 +124,13 @@ def evict(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
     freed = sum(item.freed_bytes for item in results)
     gone = len(results) - len(stayed)
     if output.as_json:
-        output.values("", {"evicted": gone, "freed_bytes": freed, "stayed": stayed})
-    else:
-        output.console.print(f"{gone} packs evicted, {format_size(freed)} freed, {len(stayed)} stayed")
-        if stayed:
-            output.rows("packs that stayed", stayed)
-    return 1 if stayed else 0
+        output.values("", {"evicted": gone, "freed_bytes": freed, "stayed": stayed, "ended": ended})
+        return 1 if stayed or not ended else 0
+    rest = "" if ended else "; then it was cut short: the packs of one more step may have gone, the others stay"
+    output.console.print(f"{gone} packs evicted, {format_size(freed)} freed, {len(stayed)} stayed{rest}")
+    if stayed:
+        output.rows("packs that stayed", stayed)
+    return 1 if stayed or not ended else 0
 
 
 def audit(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
@@ -216,18 +231,10 @@ def verify(client: AdminClient, output: Output, arguments: argparse.Namespace) -
     wanted = _pack_ids(client, arguments.packs)
     damaged: list[Row] = []
     total_bytes = checked = 0
-    columns = (
-        TextColumn("verify"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[size]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=output.as_json) as progress:
-        task = progress.add_task("verify", total=None, size="")
+    with _progress("verify", output) as progress:
         for answer in client.verify(wanted):
             checked, total_bytes = answer.done, total_bytes + answer.bytes
-            progress.update(task, total=answer.total, completed=answer.done, size=format_size(total_bytes))
+            progress(answer.done, answer.total, answer.bytes)
             if answer.bad_blocks or answer.error:
                 reason = answer.error or f"{len(answer.bad_blocks)} bad blocks"
                 damaged.append({"pack_id": answer.pack_id.hex(), "damage": reason})
@@ -238,6 +245,28 @@ def verify(client: AdminClient, output: Output, arguments: argparse.Namespace) -
         if damaged:
             output.rows("damaged packs", damaged)
     return 1 if damaged else 0
+
+
+@contextlib.contextmanager
+def _progress(verb: str, output: Output) -> Iterator[Callable[[int, int, int], None]]:
+    """A bar on stderr, for people. Yields what is told how many are done, of how many, and the bytes that came with
+    it."""
+    columns = (
+        TextColumn(verb),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[size]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=output.as_json) as bar:
+        task, size_bytes = bar.add_task(verb, total=None, size=""), 0
+
+        def show(done: int, total: int, more_bytes: int) -> None:
+            nonlocal size_bytes
+            size_bytes += more_bytes
+            bar.update(task, total=total, completed=done, size=format_size(size_bytes))
+
+        yield show
 
 
 def _pack_ids(client: AdminClient, beginnings: Sequence[str]) -> list[bytes]:

@@ -1,4 +1,5 @@
-"""A peer that speaks HTTP/2 by itself: it sends requests of gRPC up to their last byte, as far as windows let it."""
+"""A peer that speaks HTTP/2 by itself: it sends requests of gRPC up to their last byte, as far as windows let it, and
+does so again as soon as a call has ended."""
 
 import select
 import socket
@@ -9,7 +10,8 @@ PUSH_S = 3.0
 FRAME_BYTES = 16384
 WINDOW_BYTES = 65535
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
-_ACK, _END_HEADERS = 1, 4
+_ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
+_CANCEL = 8
 _INITIAL_WINDOW = 4
 
 
@@ -24,6 +26,9 @@ class SlowPeer:
         self._received = b""
         self._room, self._initial = WINDOW_BYTES, WINDOW_BYTES
         self._rooms: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
+        self._next = 1
+        self.ended = 0  # calls
         self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
         self._hear(1.0)
 
@@ -31,22 +36,31 @@ class SlowPeer:
         self._socket.close()
 
     def push(self, streams: int, size_bytes: int) -> None:
-        """For PUSH_S: opens `streams` calls and sends each its request but for the end."""
+        """For PUSH_S: keeps `streams` calls open and sends each its request but for the end."""
         body = struct.pack(">BI", 0, size_bytes) + bytes(size_bytes - 1)
-        sent = dict.fromkeys(range(1, 2 * streams, 2), 0)
-        for stream in sent:
-            self._rooms[stream] = self._initial
-            self._socket.sendall(_frame(_HEADERS, _END_HEADERS, stream, _head(self._method)))
         end_s = time.monotonic() + PUSH_S
         while time.monotonic() < end_s:
+            while len(self._sent) < streams:
+                self._open()
             self._hear(0.01)
-            for stream in sent.keys() & self._rooms.keys():
-                part = body[sent[stream] : sent[stream] + min(FRAME_BYTES, self._room, self._rooms[stream])]
+            for stream, sent in list(self._sent.items()):
+                part = body[sent : sent + min(FRAME_BYTES, self._room, self._rooms[stream])]
                 if part:
                     self._socket.sendall(_frame(_DATA, 0, stream, part))
-                    sent[stream] += len(part)
+                    self._sent[stream] += len(part)
                     self._room -= len(part)
                     self._rooms[stream] -= len(part)
+
+    def _open(self) -> None:
+        self._rooms[self._next], self._sent[self._next] = self._initial, 0
+        self._socket.sendall(_frame(_HEADERS, _END_HEADERS, self._next, _head(self._method)))
+        self._next += 2
+
+    def _ended(self, stream: int) -> None:
+        if self._sent.pop(stream, None) is not None:
+            del self._rooms[stream]
+            self._socket.sendall(_frame(_RESET, 0, stream, struct.pack(">I", _CANCEL)))
+            self.ended += 1
 
     def _hear(self, timeout_s: float) -> None:
         while self._readable.poll(timeout_s * 1000):
@@ -69,8 +83,8 @@ class SlowPeer:
             self._socket.sendall(_frame(_SETTINGS, _ACK, 0, b""))
         elif kind == _PING and not flags & _ACK:
             self._socket.sendall(_frame(_PING, _ACK, 0, payload))
-        elif kind == _RESET:
-            self._rooms.pop(stream, None)
+        elif kind == _RESET or (kind == _HEADERS and flags & _END_STREAM):
+            self._ended(stream)
         elif kind == _WINDOW:
             (more,) = struct.unpack(">I", payload)
             if stream == 0:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -27,6 +28,8 @@ from tests.support.world import LAYOUT
 WORKERS, CALLS_EACH = 4, 4
 REQUEST_BYTES = (4 << 20) - 4096
 MOST_BYTES = 96 << 20  # requests under way, one of them decoded, and what malloc keeps of it
+STRANGERS, STREAMS = 6, 64
+STRANGERS_BYTES = 64 << 20  # about 20 are seen; 500 if requests of health were read
 SIDECAR_BYTES = 192 << 20
 
 
@@ -98,14 +101,24 @@ def test_requests_that_are_not_read_yet_are_not_taken(daemon: Daemon) -> None:
             request.end()
 
 
-def test_strangers_that_push_slowly(daemon: Daemon) -> None:
-    """Health needs no token: large requests whose end does not come are not waited for when there are many."""
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/kvstore.v1.StoreService/LookupPrefix"])
+def test_strangers_that_push_slowly(daemon: Daemon, method: str) -> None:
+    """No request is read before its caller is known, nor one of health at all: what strangers send, again and again,
+    stays outside of the daemon. Whoever has a token is served meanwhile."""
     with (
-        contextlib.closing(SlowPeer(daemon.socket, "/grpc.health.v1.Health/Check")) as peer,
+        contextlib.ExitStack() as stack,
+        StoreClient.connect(daemon.socket, daemon.broker, "honest", 30.0) as client,
         grpc.insecure_channel(f"unix:{daemon.socket}") as channel,
-        grows_little(daemon, MOST_BYTES),
+        ThreadPoolExecutor(STRANGERS) as pool,
     ):
-        peer.push(streams=100, size_bytes=REQUEST_BYTES)
+        peers = [stack.enter_context(contextlib.closing(SlowPeer(daemon.socket, method))) for _ in range(STRANGERS)]
+        with grows_little(daemon, STRANGERS_BYTES):
+            pushing = [pool.submit(peer.push, STREAMS, REQUEST_BYTES) for peer in peers]
+            while not all(future.done() for future in pushing):
+                client.lookup_prefix(LAYOUT.fingerprint, [])
+            for future in pushing:
+                future.result()
+        assert all(peer.ended for peer in peers)
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 

@@ -112,7 +112,7 @@ def test_calls_whose_request_never_comes_hold_nobody_up(daemon: Daemon) -> None:
         before = process.num_threads()
         with pending(daemon, calls.token(connection.token), CALLS * len(METHODS), 4.0) as open_calls:
             all_are_served(daemon)
-            most = sum(limits.threads for limits in (lanes.WORKERS, lanes.OPERATORS, lanes.STREAMS, lanes.OPEN))
+            most = sum(limits.threads for limits in (lanes.WORKERS, lanes.OPERATORS, lanes.STREAMS))
             assert process.num_threads() <= max(before, most + 32)
             ends = {code_of(call) for call in open_calls}
             # UNAVAILABLE: more streams of one connection than it may have.
@@ -132,7 +132,10 @@ def test_silent_calls_of_health_do_not_silence_it(daemon: Daemon) -> None:
         check = channel.stream_stream("/grpc.health.v1.Health/Check")
         silent = [check(never()) for _ in range(CALLS)]
         all_are_served(daemon)
-        assert {code_of(call) for call in silent} == {"DEADLINE_EXCEEDED"}
+        for call in silent:  # they are answered, whether they have said what they ask or not
+            assert (
+                health_pb2.HealthCheckResponse.FromString(next(call)).status == health_pb2.HealthCheckResponse.SERVING
+            )
         end.set()
 
 
@@ -235,8 +238,8 @@ def test_health_cannot_be_watched_to_death(daemon: Daemon) -> None:
             watch.cancel()
         answer = health.Check(request, timeout=ANSWER_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.RpcError, match="no service"):
-            health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=ANSWER_S)
+        large = health_pb2.HealthCheckRequest(service="nobody" * (1 << 20))  # not read, whatever it is
+        assert health.Check(large, timeout=ANSWER_S) == answer
     all_are_served(daemon)
 
 

@@ -1,15 +1,17 @@
 """Ctrl-C and SIGTERM at every phase: one line, the right status, nothing left behind."""
 
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from kvstore_service.client import KindSpec, Layout, StoreClient
+from kvstore_service.client import KindSpec, Layout, StoreClient, StoreError
 
 from .conftest import StartTerminal
-from .terminal import CTRL_C, headgate, kvstored, nothing_left
+from .terminal import CTRL_C, headgate, kvstored, nothing_left, run
 
 DEMO = headgate("demo", "--context=1024", "--questions=100")
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
@@ -31,6 +33,54 @@ def test_ctrl_c_ends_a_demo(home: Path, terminal: StartTerminal, shown: str) -> 
         assert demo.end(END_S) == 130, demo.text
         assert demo.last_line == "headgate: interrupted"
         assert_quiet(demo.text)
+
+
+FINALISED = """
+import signal, sys, time
+from decode_worker import cli
+
+class Finalised:
+    def __del__(self):
+        signal.raise_signal(signal.{name})
+
+def run(arguments):
+    Finalised()
+    time.sleep(60)
+
+cli._demo = run
+sys.exit(cli.main(["demo"]))
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_that_comes_in_a_finaliser_is_not_lost(home: Path, name: str, status: int) -> None:
+    ended = run([sys.executable, "-c", FINALISED.format(name=name)], home)
+    assert ended.returncode == status, ended.stderr
+    assert_quiet(ended.stderr)
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_while_a_call_begins_holds_up_nothing(
+    home: Path, terminal: StartTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC then has a call whose answer no thread waits for: later ones keep their deadlines, and it can be closed."""
+    terminal(daemon(home)).wait_for("kvstored ready")
+    client = StoreClient.connect(f"{home}/store.sock", f"{home}/broker.sock", timeout_s=1.0)
+    client.guard(lambda: None)
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grpc._channel._run_channel_spin_thread", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.open_session(LAYOUT, 1024)
+    with pytest.raises(StoreError, match="DEADLINE_EXCEEDED"):
+        client.open_session(LAYOUT, 1024)
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(END_S)
+    assert not closing.is_alive()
 
 
 @pytest.mark.timeout(120)

@@ -1,5 +1,6 @@
 """What an operator does: pin, evict, audit, drain, and kvctl over all of it."""
 
+import argparse
 import json
 import os
 import signal
@@ -7,25 +8,32 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import grpc
 import numpy as np
 import pytest
 
 from kvstore_service import kvctl
+from kvstore_service._proto import admin_service_pb2 as admin_pb
 from kvstore_service.client import AdminClient, SidecarKey, StoreClient, StoreError
 from kvstore_service.client.call import local_channel
 from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.store.eviction import BATCH
+from kvstore_service.kvctl import commands
+from kvstore_service.kvctl.output import Output
 from kvstore_service.shared.types import NO_PARENT, PACK_ID_BYTES, PackRef, PackRow
 from tests.support import world
 from tests.support.daemon_process import Daemon
 from tests.support.world import TestWorker
 
 ROOT = Path(__file__).parents[2]
+CHAIN = 100 * BATCH
 
 
 def chain(worker: TestWorker, session: str, numbers: list[int]) -> list[world.PackRef]:
@@ -165,6 +173,67 @@ def test_eviction_beside_sessions_never_takes_what_they_read(daemon: Daemon, adm
     assert evicted > 3
     assert [check for check in admin.audit() if not check.ok] == []
     assert admin.get_status().counters["packs_damaged"] == 0
+
+
+@pytest.fixture
+def long_chain(tmp_path: Path) -> Iterator[tuple[Daemon, bytes]]:
+    """A daemon over a chain of CHAIN packs without content, and the id of the first."""
+    daemon = Daemon(tmp_path)
+    daemon.data_dir.mkdir(mode=0o700)
+    with closing(Catalog(daemon.data_dir)) as catalog:
+        names = [number.to_bytes(PACK_ID_BYTES) for number in range(1, CHAIN + 1)]
+        refs = [PackRef(name, b"b" * 16, 256 * number, 256) for number, name in enumerate(names)]
+        parents = [NO_PARENT, *names]
+        rows = [
+            PackRow(ref, parent, world.LAYOUT, f"uid-{os.getuid()}", 4096)
+            for ref, parent in zip(refs, parents, strict=False)
+        ]
+        for row in rows:
+            (catalog.packs_dir / row.file).touch()
+        catalog.commit_packs(rows)
+    with daemon:
+        yield daemon, names[0]
+
+
+def test_an_eviction_ends_with_its_caller(long_chain: tuple[Daemon, bytes]) -> None:
+    """It goes in steps, an answer each; after a step that nobody waits for no other begins."""
+    daemon, first = long_chain
+    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+        answers = admin.evicting([first], descendants=True)
+        answer = next(answers)
+        assert 0 < len(answer.packs) == answer.done <= BATCH
+        assert answer.total == CHAIN
+        assert not any(pack.code for pack in answer.packs)
+        answers.close()
+        left = [CHAIN, admin.get_status().packs]
+        while left[-1] != left[-2]:
+            time.sleep(0.5)
+            left.append(admin.get_status().packs)
+        assert left[-1] > 0
+        with pytest.raises(StoreError, match="DEADLINE_EXCEEDED"):
+            list(admin.evicting([first], descendants=True, timeout_s=0.001))
+        assert admin.get_status().packs > 0
+        gone = admin.evict([first], descendants=True)
+        assert [pack.code for pack in gone] == [0] * len(gone)
+        assert (gone[-1].pack_id, admin.get_status().packs) == (first, 0)
+        assert all(check.ok for check in admin.audit())
+        assert not list((daemon.data_dir / "packs").iterdir())
+
+
+def test_an_eviction_that_is_cut_short_says_what_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    gone = admin_pb.EvictedPack(pack_id=b"p" * 32, freed_bytes=100)
+
+    def evicting(pack_ids: Sequence[bytes], descendants: bool) -> Iterator[admin_pb.EvictResponse]:
+        yield admin_pb.EvictResponse(packs=[gone], done=1, total=2)
+        raise StoreError("DEADLINE_EXCEEDED", "the call's deadline has passed")
+
+    client = MagicMock()
+    client.packs_named.return_value = [admin_pb.PackSummary(pack_id=b"p" * 32)]
+    client.evicting = evicting
+    arguments = argparse.Namespace(packs=[], unused=False, dry_run=False, descendants=True)
+    with pytest.raises(StoreError, match="DEADLINE_EXCEEDED"):
+        commands.evict(client, Output(as_json=True), arguments)
+    assert json.loads(capsys.readouterr().out) == {"evicted": 1, "freed_bytes": 100, "stayed": [], "ended": False}
 
 
 def test_eviction_makes_room(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import logging
 import mmap
 import os
 import socket
@@ -26,6 +27,7 @@ from kvstore_service.daemon.front.broker import (
     Broker,
     claim_path,
 )
+from kvstore_service.daemon.logs import SPARSE_LINES
 from kvstore_service.daemon.store.registry import Limits, Registry, Worker
 from kvstore_service.shared import memory
 from tests.support.daemon_process import Daemon
@@ -84,6 +86,17 @@ def test_another_user_is_refused_before_a_byte_is_read(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"PERMISSION_DENIED.*allow_uids"):
         BrokerConnection(desk.path, "a", 10.0)
     desk.broker.close()
+
+
+def test_refused_peers_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(tmp_path / "broker.sock", frozenset({os.getuid() + 12345}))
+    with caplog.at_level(logging.WARNING, "kvstored.broker"):
+        for _ in range(10 * SPARSE_LINES):
+            with contextlib.closing(knock(desk.path)) as peer:
+                assert "allow_uids" in json.loads(peer.recv(4096))["error"]
+        desk.broker.close()
+    assert 0 < len(caplog.records) <= 3 * (SPARSE_LINES + 1)  # in three periods
+    assert vars(caplog.records[0])["fields"]["uid"] == os.getuid()
 
 
 def test_the_socket_is_open_to_its_group_alone(desk: Desk, tmp_path: Path) -> None:

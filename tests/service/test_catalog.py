@@ -266,8 +266,9 @@ def test_running_totals_are_what_a_scan_finds(catalog: Catalog) -> None:
     assert dropped is not None
     assert catalog.drop_sidecar(dropped, "planted")
     assert not catalog.drop_sidecar(dropped, "planted")
-    for row in rows[3:9]:
-        catalog.remove_pack(row)
+    outcomes, files = catalog.remove_packs(rows[3:9])
+    catalog.remove_files(files)
+    assert all(isinstance(size, int) for size in outcomes)
     assert catalog.totals() == summed(catalog)
     assert catalog.totals().damaged == 2
     by_tenant = {f"uid-{number}": catalog.totals_of(f"uid-{number}") for number in range(3)}
@@ -327,7 +328,7 @@ def test_victims_are_leaves_in_the_order_of_use_and_importance(catalog: Catalog)
     assert order() == [5, 2, 4]
     first = catalog.uses.victims(1)
     assert order(after=first[0]) == [2, 4]
-    catalog.remove_pack(rows[1])
+    catalog.remove_packs([rows[1]])
     assert order() == [1, 5, 4]  # the root is a leaf now
     plan = catalog._database.connection.execute(
         "EXPLAIN QUERY PLAN SELECT pack_id FROM packs WHERE children = 0 AND pinned_until_s IS NULL "
@@ -365,11 +366,12 @@ def test_a_pin_ends_with_its_time(catalog: Catalog) -> None:
     name = row.ref.pack_id
     catalog.uses.pin([name], True, until_s=time.time() + 1000)
     assert catalog.uses.is_pinned(name)
-    with pytest.raises(StoreError, match="pinned"):
-        catalog.remove_pack(row)
+    assert [str(error) for error in catalog.remove_packs([row])[0]] == [
+        f"FAILED_PRECONDITION: pack {name.hex()} is pinned; unpin it first"
+    ]
     catalog.uses.pin([name], True, until_s=time.time() - 1)
     assert not catalog.uses.is_pinned(name)
-    catalog.remove_pack(row)
+    assert catalog.remove_packs([row])[0] == [row.file_bytes]
 
 
 def test_pages_pass_their_filter_and_look_at_a_bounded_number_of_rows(

@@ -6,9 +6,11 @@ import logging
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from urllib.request import urlopen
 
+import grpc
 import numpy as np
 import psutil
 import pytest
@@ -206,3 +208,35 @@ def test_text_logs_are_one_line_whatever_a_name_holds(capsys: pytest.CaptureFixt
     line = capsys.readouterr().out
     assert line.count("\n") == 1
     assert line.endswith('WARNING test-of-logs worker registered name="x\\nERROR fake" pid=7 share=0.2 empty=""\n')
+
+
+def test_what_anybody_can_cause_again_and_again_is_logged_sparsely(caplog: pytest.LogCaptureFixture) -> None:
+    sparse = logs.Sparse(logging.getLogger("test-of-logs"), period_s=2.0)
+    with caplog.at_level(logging.INFO, "test-of-logs"):
+        for number in range(100):
+            sparse.event("a", logging.INFO, "refused", number=number)
+        sparse.event("b", logging.INFO, "refused", number=-1)
+        sparse.event("b", logging.DEBUG, "not even looked at")
+        seen = [vars(record)["fields"] for record in caplog.records]
+        assert [fields["number"] for fields in seen] == [*range(logs.SPARSE_LINES), -1]
+        deadline = time.monotonic() + 10.0
+        while len(caplog.records) == len(seen):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (rest,) = [vars(record)["fields"] for record in caplog.records[len(seen) :]]
+        assert rest == {"number": 99, "unlogged": 100 - logs.SPARSE_LINES}
+        sparse.event("a", logging.INFO, "refused", number=100)  # a new period
+        assert vars(caplog.records[-1])["fields"] == {"number": 100}
+        for number in range(2 * logs.SPARSE_KEYS):
+            sparse.event(number, logging.INFO, "refused")
+        assert len(caplog.records) <= len(seen) + 2 + logs.SPARSE_KEYS + logs.SPARSE_LINES
+
+
+def test_refused_calls_do_not_fill_the_log(daemon: Daemon) -> None:
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        status = channel.unary_unary("/kvstore.v1.AdminService/GetStatus")
+        for _ in range(10 * logs.SPARSE_LINES):
+            with pytest.raises(grpc.RpcError, match="kvstore-token"):
+                status(b"", timeout=10.0)
+    lines = daemon.log_path.read_text().count("method=/kvstore.v1.AdminService/GetStatus")
+    assert 0 < lines <= 3 * (logs.SPARSE_LINES + 1)  # in three periods

@@ -310,7 +310,7 @@ class Catalog:
             commits = count_commit(db)
         self._stamp.write(self._database.id, commits)
         for replaced, sidecar_files in gone:
-            self._remove_files(replaced, sidecar_files)
+            self.remove_files(self._forgotten(replaced, sidecar_files))
         return winners
 
     def _commit_pack(
@@ -335,42 +335,38 @@ class Catalog:
         db.execute(f"UPDATE packs SET {columns}, damage = NULL WHERE pack_id = ?1", pack_values(row))
         return row
 
-    def descendants(self, pack_id: bytes) -> list[PackRow]:
-        """Every pack that continues this one, directly or not."""
-        query = f"""
-            WITH RECURSIVE below(id) AS (
-              SELECT pack_id FROM packs WHERE parent = ?
-              UNION SELECT packs.pack_id FROM packs JOIN below ON packs.parent = below.id)
-            SELECT {PACK_COLUMNS} FROM packs WHERE pack_id IN below"""
-        return [pack_row(row) for row in self._database.rows(query, (pack_id,))]
+    def descendants(self, pack_id: bytes) -> Iterator[PackRow]:
+        """Every pack that continues this one, directly or not, looked up page by page."""
+        query = f"SELECT {PACK_COLUMNS} FROM packs WHERE parent = ? AND pack_id > ? ORDER BY pack_id LIMIT ?"
+        parents = [pack_id]
+        while parents:
+            parent, after, full = parents.pop(), b"", True
+            while full:
+                rows = [pack_row(row) for row in self._database.rows(query, (parent, after, _SCAN_ROWS))]
+                yield from rows
+                parents.extend(row.ref.pack_id for row in rows)
+                full = len(rows) == _SCAN_ROWS
+                after = rows[-1].ref.pack_id if full else b""
 
-    def remove_pack(self, row: PackRow) -> int:
-        """Forgets a pack and its sidecars, then removes their files; what a crash leaves goes with the next start.
+    def remove_packs(self, rows: Sequence[PackRow]) -> tuple[list[int | StoreError], list[Path]]:
+        """Forgets packs and their sidecars in one transaction; packs come before those that they continue.
 
-        Returns the bytes. NOT_FOUND; FAILED_PRECONDITION if it is pinned or another pack continues it."""
-        name, build = row.ref.pack_id, row.ref.build
+        Returns the bytes of each, or why it stays (NOT_FOUND; FAILED_PRECONDITION if it is pinned or another pack
+        continues it), and the files that no row names any more, for `remove_files`; what a crash leaves of them goes
+        with the next start."""
+        gone: list[tuple[PackRow, list[str]]] = []
         with self._database.transaction() as db:
-            if pinned(db, name):
-                raise StoreError(
-                    "FAILED_PRECONDITION", f"pack {name.hex()} is pinned; unpin it first", reason="PACK_PINNED"
-                )
-            held = db.execute("SELECT children FROM packs WHERE pack_id = ? AND build = ?", (name, build)).fetchone()
-            if held is None:
-                raise StoreError("NOT_FOUND", f"pack {name.hex()} is not stored", reason="PACK_NOT_STORED")
-            if held[0]:
-                reason = f"pack {name.hex()} is continued by {held[0]} packs; evict its descendants with it"
-                raise StoreError("FAILED_PRECONDITION", reason, reason="PACK_CONTINUED")
-            sidecar_files, sidecar_bytes = _drop_sidecars(db, name)
-            db.execute("DELETE FROM packs WHERE pack_id = ?", (name,))
-        self._remove_files(row, sidecar_files)
-        return row.file_bytes + sidecar_bytes
+            outcomes = [_removed(db, row, gone) for row in rows]
+        return outcomes, [path for row, sidecar_files in gone for path in self._forgotten(row, sidecar_files)]
 
-    def _remove_files(self, row: PackRow, sidecar_files: Iterable[str]) -> None:
-        """What a row stood for that is no more."""
+    def remove_files(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            remove_file(path)
+
+    def _forgotten(self, row: PackRow, sidecar_files: Iterable[str]) -> list[Path]:
+        """The files of a row that is no more."""
         self.on_gone(row)
-        remove_file(self.packs_dir / row.file)
-        for file in sidecar_files:
-            remove_file(self.sidecars_dir / file)
+        return [self.packs_dir / row.file, *(self.sidecars_dir / file for file in sidecar_files)]
 
     # --- files and sidecars ---
 
@@ -446,6 +442,23 @@ class Catalog:
         event(log, logging.ERROR, "sidecar dropped", pack_id=row.key.pack_id.hex(), kind=row.key.kind, reason=reason)
         remove_file(self.sidecars_dir / row.file)
         return True
+
+
+def _removed(db: sqlite3.Connection, row: PackRow, gone: list[tuple[PackRow, list[str]]]) -> int | StoreError:
+    """The bytes of the pack and its sidecars, or why it stays. Adds to `gone` the row and its sidecars' files."""
+    name, build = row.ref.pack_id, row.ref.build
+    if pinned(db, name):
+        return StoreError("FAILED_PRECONDITION", f"pack {name.hex()} is pinned; unpin it first", reason="PACK_PINNED")
+    held = db.execute("SELECT children FROM packs WHERE pack_id = ? AND build = ?", (name, build)).fetchone()
+    if held is None:
+        return StoreError("NOT_FOUND", f"pack {name.hex()} is not stored", reason="PACK_NOT_STORED")
+    if held[0]:
+        reason = f"pack {name.hex()} is continued by {held[0]} packs; evict its descendants with it"
+        return StoreError("FAILED_PRECONDITION", reason, reason="PACK_CONTINUED")
+    sidecar_files, sidecar_bytes = _drop_sidecars(db, name)
+    db.execute("DELETE FROM packs WHERE pack_id = ?", (name,))
+    gone.append((row, sidecar_files))
+    return row.file_bytes + sidecar_bytes
 
 
 def _drop_sidecars(db: sqlite3.Connection, pack_id: bytes) -> tuple[list[str], int]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore_service.daemon import directories
-from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.logs import Sparse
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.shared import memory
 from kvstore_service.shared.types import StoreError, Violation
@@ -137,6 +137,7 @@ class Broker:
         self._lock = threading.Lock()
         self._connections: dict[str, _Connection] = {}  # by token
         self._selector = selectors.DefaultSelector()
+        self._refusals = Sparse(log)
         self._releasers = ThreadPoolExecutor(_RELEASE_THREADS, thread_name_prefix="release")
         self._listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -255,14 +256,14 @@ class Broker:
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                event(log, logging.WARNING, "no peer can be let in", error=error)
+                self._refusals.event(error.errno, logging.WARNING, "no peer can be let in", error=error)
                 time.sleep(_CROWDED_NAP_S)
                 return
             peer.setblocking(False)
             pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             refusal = self._refusal(uid)
             if refusal:
-                event(log, logging.WARNING, "peer refused", uid=uid, pid=pid, reason=refusal)
+                self._refusals.event((uid, refusal), logging.WARNING, "peer refused", uid=uid, pid=pid, reason=refusal)
                 with contextlib.suppress(OSError):
                     _send(peer, {"error": refusal})
                 peer.close()

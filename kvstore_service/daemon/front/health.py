@@ -5,21 +5,17 @@ from collections.abc import Callable
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore_service.daemon.front.call import Call
-from kvstore_service.shared.types import StoreError
 
 SERVICE = "grpc.health.v1.Health"
 METHODS = f"/{SERVICE}/"
 
 
 class HealthService(health_pb2_grpc.HealthServicer):
-    """Answers from memory, at once."""
+    """Answers from memory, at once, for the daemon as a whole: which service is meant is not read (see `Gate`)."""
 
-    def __init__(self, services: tuple[str, ...], draining: Callable[[], bool]) -> None:
-        self._services = ("", *services)
+    def __init__(self, draining: Callable[[], bool]) -> None:
         self._draining = draining
 
-    def Check(self, request: health_pb2.HealthCheckRequest, context: Call) -> health_pb2.HealthCheckResponse:
-        if request.service not in self._services:
-            raise StoreError("NOT_FOUND", f"no service {request.service[:100]!r} is served here")
+    def Check(self, request: None, context: Call) -> health_pb2.HealthCheckResponse:
         states = health_pb2.HealthCheckResponse
         return states(status=states.NOT_SERVING if self._draining() else states.SERVING)

@@ -37,11 +37,6 @@ class Limits:
 WORKERS = Limits(threads=32, user_threads=24, caller_threads=4, user_requests=5, user_calls=1024, caller_calls=64)
 OPERATORS = Limits(threads=8, user_threads=6, caller_threads=4, user_requests=5, user_calls=64, caller_calls=16)
 STREAMS = Limits(threads=8, user_threads=6, caller_threads=4, user_requests=5, user_calls=12, caller_calls=4)
-# Of callers that nobody knows: none has to wait for another one's request.
-OPEN = Limits(
-    threads=1, user_threads=4096, caller_threads=4096, user_requests=4096, user_calls=4096, caller_calls=4096,
-    request_s=1.0,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

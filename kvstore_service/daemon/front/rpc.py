@@ -13,7 +13,6 @@ import re
 import secrets
 import sqlite3
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from kvstore_service.daemon import logs
 from kvstore_service.daemon.front import fields, health
 from kvstore_service.daemon.front.call import ANYBODY, Call, Caller
-from kvstore_service.daemon.front.lanes import OPEN, OPERATORS, STREAMS, WORKERS, Lane, Place
+from kvstore_service.daemon.front.lanes import OPERATORS, STREAMS, WORKERS, Lane, Place
 from kvstore_service.daemon.front.replies import Replies
 from kvstore_service.daemon.store.registry import Registry
 from kvstore_service.shared.types import StoreError
@@ -33,9 +32,6 @@ from kvstore_service.shared.types import StoreError
 TOKEN_ENTRY = "kvstore-token"
 REQUEST_ID_ENTRY = "kvstore-request-id"
 DEADLINE_S_MAX = 24 * 3600.0
-OPEN_S = 5.0  # for a call of health, which needs no deadline
-STRANGERS_MAX = 8  # requests of calls of health that are waited for
-CROWDED_S = 0.1  # for those beyond
 MESSAGE_BYTES_MAX = 4 << 20
 ERROR_LETTERS_MAX = 1000
 DOMAIN = "kvstore"
@@ -44,6 +40,7 @@ _ADMIN = "/kvstore.v1.AdminService/"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 log = logging.getLogger("kvstored.rpc")
+refusals = logs.Sparse(log)
 
 _Guarded = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]
 
@@ -70,12 +67,10 @@ class Gate(grpc.aio.ServerInterceptor):
         self._workers = Lane("rpc", WORKERS)
         self._operators = Lane("operator", OPERATORS)
         self._streams = Lane("stream", STREAMS)
-        self._open = Lane("health", OPEN)
-        self._strangers: deque[asyncio.Timeout] = deque()
 
     def close(self) -> None:
         """After the server has stopped; returns when no handler runs any more."""
-        for lane in (self._workers, self._operators, self._streams, self._open):
+        for lane in (self._workers, self._operators, self._streams):
             lane.close()
 
     async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
@@ -86,18 +81,16 @@ class Gate(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(self._guarded(details.method, handler))
 
     def _guarded(self, method: str, handler: grpc.RpcMethodHandler) -> _Guarded:
-        many = handler.request_streaming or handler.response_streaming
         if method.startswith(health.METHODS):
-            lane = self._open
-        else:
-            lane = self._streams if many else self._workers if method.startswith(_WORKERS) else self._operators
+            return self._open(method, handler)
+        many = handler.request_streaming or handler.response_streaming
+        lane = self._streams if many else self._workers if method.startswith(_WORKERS) else self._operators
 
         async def guarded(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             call = Call(method, _request_id(context), time.monotonic(), ANYBODY)
             try:
-                call.deadline_s += _time_remaining(context, mandatory=lane is not self._open)
-                if lane is not self._open:
-                    call.caller = self._judge(method, context)
+                call.deadline_s += _time_remaining(context)
+                call.caller = self._judge(method, context)
                 async with lane.place(call.caller) as place, asyncio.timeout(call.time_remaining()):
                     if handler.request_streaming:
                         await _converse(call, handler, requests, context)
@@ -107,7 +100,7 @@ class Gate(grpc.aio.ServerInterceptor):
                         await answer(call, handler, request, context, place)
                 took_s = time.monotonic() - call.began_s
                 self._observe(method, took_s)
-                _log(call, logging.DEBUG, "answered")
+                logs.event(log, logging.DEBUG, "answered", **_fields(call))
             except asyncio.CancelledError:
                 call.cancelled = True
                 if call.undo is not None:
@@ -122,13 +115,23 @@ class Gate(grpc.aio.ServerInterceptor):
 
         return guarded
 
+    def _open(self, method: str, handler: grpc.RpcMethodHandler) -> _Guarded:
+        """Health, which anybody may call. Its answer depends on nothing that is asked, so its request is not awaited:
+        whatever strangers send takes no more memory than gRPC gives a call that nobody reads, and no thread."""
+
+        async def answer(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            call = Call(method, _request_id(context), time.monotonic(), ANYBODY)
+            await context.write(handler.response_serializer(handler.unary_unary(None, call)))
+            self._observe(method, time.monotonic() - call.began_s)
+            logs.event(log, logging.DEBUG, "answered", **_fields(call))
+
+        return answer
+
     async def _only(self, lane: Lane, requests: AsyncIterator[bytes]) -> bytes:
         """The one request of a call. DEADLINE_EXCEEDED if it does not come, INVALID_ARGUMENT if there is none."""
         timeout_s = lane.limits.request_s
         try:
-            async with asyncio.timeout(timeout_s) as patience:
-                if lane is self._open:
-                    self._crowd(patience)
+            async with asyncio.timeout(timeout_s):
                 return await anext(requests)
         except TimeoutError:
             raise StoreError(
@@ -136,18 +139,6 @@ class Gate(grpc.aio.ServerInterceptor):
             ) from None
         except StopAsyncIteration:
             raise StoreError("INVALID_ARGUMENT", "the call has no request") from None
-        finally:
-            if patience in self._strangers:
-                self._strangers.remove(patience)
-
-    def _crowd(self, patience: asyncio.Timeout) -> None:
-        """Strangers are told apart by nothing: of many whose requests are not there yet, the oldest is not waited for,
-        so that slow ones hold little memory together and do not keep quick ones out."""
-        self._strangers.append(patience)
-        if len(self._strangers) > STRANGERS_MAX:
-            oldest, now_s = self._strangers.popleft(), asyncio.get_running_loop().time()
-            if not oldest.expired():
-                oldest.reschedule(min(oldest.when() or now_s, now_s + CROWDED_S))
 
     async def _unary(
         self, call: Call, handler: grpc.RpcMethodHandler, request: bytes, context: Any, place: Place
@@ -234,10 +225,8 @@ class Gate(grpc.aio.ServerInterceptor):
         )
 
 
-def _time_remaining(context: grpc.aio.ServicerContext, mandatory: bool) -> float:
+def _time_remaining(context: grpc.aio.ServicerContext) -> float:
     remaining_s: float | None = context.time_remaining()
-    if remaining_s is None and not mandatory:
-        return OPEN_S
     if remaining_s is None or remaining_s > DEADLINE_S_MAX:
         raise StoreError(
             "INVALID_ARGUMENT", "a deadline is mandatory; give one of at most a day", reason="DEADLINE_MISSING"
@@ -275,7 +264,8 @@ async def _refuse(call: Call, error: Exception, context: Any) -> None:
         log.exception("call failed", exc_info=error)
     if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
         failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
-    _log(call, level, "refused", code=failure.code, reason=failure.message)
+    key = (call.caller.uid, call.method, failure.code, failure.reason)
+    refusals.event(key, level, "refused", code=failure.code, reason=failure.message, **_fields(call))
     error.__traceback__ = None  # its frames hold the request, and a future in them holds the error
     details = ("grpc-status-details-bin", _status(failure).SerializeToString())
     await context.abort(grpc.StatusCode[failure.code], failure.message, (details, (REQUEST_ID_ENTRY, call.request_id)))
@@ -295,9 +285,10 @@ def _failure(error: Exception) -> tuple[StoreError, int]:
     return StoreError(code, text, reason="DISK_FULL" if code == "RESOURCE_EXHAUSTED" else ""), logging.ERROR
 
 
-def _log(call: Call, level: int, message: str, **fields: object) -> None:
+def _fields(call: Call) -> dict[str, object]:
+    """Of its line in the log."""
     took_ms = (time.monotonic() - call.began_s) * 1e3
-    logs.event(log, level, message, method=call.method, took_ms=took_ms, request=call.request_id, **fields)
+    return {"method": call.method, "took_ms": took_ms, "request": call.request_id}
 
 
 def _request_id(context: grpc.aio.ServicerContext) -> str:

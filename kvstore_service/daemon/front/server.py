@@ -10,9 +10,12 @@ import grpc
 
 from kvstore_service.daemon.front.rpc import MESSAGE_BYTES_MAX, Gate
 
-CONNECTIONS_MAX = 1024
-STREAMS_MAX = 128  # of one connection
-UNREAD_BYTES = 16 << 10  # of one stream, before its request is asked for
+CONNECTIONS_MAX = 512
+STREAMS_MAX = 128  # of one connection: twice the calls that a worker may have in flight
+PENDING_MAX = 256  # calls that the event loop has not seen yet; beyond, they are refused unseen (CANCELLED)
+BURST = 4  # calls that are taken from one connection before others have their turn
+METADATA_BYTES_MAX = 4 << 10  # of one call; ours are a few hundred
+UNREAD_BYTES = 4 << 10  # of one stream, before its request is asked for
 HANDSHAKE_MS = 5_000
 IDLE_MS = 60_000  # a connection without a call; clients come back by themselves
 START_S = 10.0
@@ -23,6 +26,11 @@ _OPTIONS = (
     ("grpc.http2.bdp_probe", 0),  # it would let every stream send 4 MiB that nobody reads yet
     ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
     ("grpc.max_concurrent_streams", STREAMS_MAX),
+    ("grpc.server.max_pending_requests", PENDING_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
+    ("grpc.http2.max_requests_per_read", BURST),
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.max_connection_idle_ms", IDLE_MS),
 )

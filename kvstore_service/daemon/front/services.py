@@ -215,9 +215,13 @@ class AdminService(admin_grpc.AdminServiceServicer):
         self._store.operation.pin(request.pack_ids, pinned=False)
         return admin_pb.UnpinResponse()
 
-    def Evict(self, request: admin_pb.EvictRequest, context: Call) -> admin_pb.EvictResponse:
-        evicted = self._store.operation.evict(request.pack_ids, request.descendants)
-        return admin_pb.EvictResponse(packs=[_evicted(item) for item in evicted])
+    def Evict(self, request: admin_pb.EvictRequest, context: Call) -> Iterator[admin_pb.EvictResponse]:
+        operation, done = self._store.operation, 0
+        names = operation.to_evict(request.pack_ids, request.descendants, context.require_active)
+        for step in operation.evict(names):
+            done += len(step)
+            yield admin_pb.EvictResponse(packs=[_evicted(item) for item in step], done=done, total=len(names))
+            context.require_active()
 
     def Audit(self, request: admin_pb.AuditRequest, context: Call) -> admin_pb.AuditResponse:
         checks = [admin_pb.AuditCheck(name=c.name, ok=c.ok, detail=c.detail) for c in self._store.operation.audit()]

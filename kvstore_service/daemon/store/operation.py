@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from kvstore_service.daemon.disk.rows import ListedPack, PackFilter, Quota
 from kvstore_service.daemon.disk.uses import FOREVER_S
 from kvstore_service.daemon.store import audit
 from kvstore_service.daemon.store.dram import DramUse
+from kvstore_service.daemon.store.eviction import BATCH, BATCH_BYTES, Outcome, enough
 from kvstore_service.daemon.store.registry import NO_WORKERS, Worker
 from kvstore_service.daemon.store.room import Bound
 from kvstore_service.daemon.store.state import State
@@ -67,24 +68,36 @@ class Operation:
             raise StoreError("INVALID_ARGUMENT", f"ttl_s {ttl_s}: seconds, or 0 for ever")
         self._state.catalog.uses.pin(pack_ids, pinned, time.time() + ttl_s if ttl_s else FOREVER_S)
 
-    def evict(self, pack_ids: Sequence[bytes], descendants: bool) -> list[EvictedPack]:
-        """Removes each pack as a whole or says why not; packs go before those that they continue."""
-        rows: dict[bytes, PackRow] = {}
-        results: list[EvictedPack] = []
-        for name in dict.fromkeys(pack_ids):
-            try:
-                rows[name] = self._state.catalog.any_pack(name)
-            except StoreError as error:
-                results.append(EvictedPack(name, 0, error))
-                continue
-            if descendants:
-                rows.update((row.ref.pack_id, row) for row in self._state.catalog.descendants(name))
-        for row in sorted(rows.values(), key=lambda row: -row.ref.first_token):
-            try:
-                results.append(EvictedPack(row.ref.pack_id, self._state.eviction.evict(row, "operator")))
-            except StoreError as error:
-                results.append(EvictedPack(row.ref.pack_id, 0, error))
-        return results
+    def to_evict(self, pack_ids: Sequence[bytes], descendants: bool, require_active: Callable[[], None]) -> list[bytes]:
+        """The packs named, once each, and with `descendants` those that continue them; packs come before those that
+        they continue. `require_active` raises once nobody waits for it."""
+        first_tokens: dict[bytes, int] = {}
+        for name in pack_ids:
+            with suppress(StoreError):  # `evict` says so
+                first_tokens[name] = self._state.catalog.any_pack(name).ref.first_token
+            for row in self._state.catalog.descendants(name) if descendants else ():
+                require_active()
+                first_tokens[row.ref.pack_id] = row.ref.first_token
+        unknown = [name for name in dict.fromkeys(pack_ids) if name not in first_tokens]
+        return unknown + sorted(first_tokens, key=lambda name: -first_tokens[name])
+
+    def evict(self, pack_ids: Sequence[bytes]) -> Iterator[list[EvictedPack]]:
+        """Removes packs, in the order of `to_evict`, each as a whole, or says why not; a step at a time, at the end of
+        which everything that was said is done."""
+        rows: list[PackRow] = []
+        for first in range(0, len(pack_ids), BATCH):
+            missing: list[EvictedPack] = []
+            for name in pack_ids[first : first + BATCH]:
+                try:
+                    rows.append(self._state.catalog.any_pack(name))
+                except StoreError as error:
+                    missing.append(EvictedPack(name, 0, error))
+            if missing:
+                yield missing
+            while rows:
+                step = enough(rows, BATCH_BYTES)
+                del rows[: len(step)]
+                yield [_evicted(*pair) for pair in zip(step, self._state.eviction.evict(step, "operator"), strict=True)]
 
     def audit(self) -> list[audit.Check]:
         """Compares what must be equal; see `kvstore_service.daemon.store.audit`."""
@@ -199,6 +212,11 @@ class Operation:
     def _described(self, item: ListedPack) -> DescribedPack:
         references = self._state.registry.references(item.row.ref.pack_id)
         return DescribedPack(item.row, references, list(item.sidecars), item.pinned, item.damaged, item.last_used_s)
+
+
+def _evicted(row: PackRow, outcome: Outcome) -> EvictedPack:
+    name = row.ref.pack_id
+    return EvictedPack(name, outcome) if isinstance(outcome, int) else EvictedPack(name, 0, outcome)
 
 
 def beginning(state: State, text: str, limit: int) -> list[PackRow]:

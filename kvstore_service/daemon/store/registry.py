@@ -4,7 +4,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -210,25 +210,27 @@ class Registry:
             raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is being evicted", reason="PACK_EVICTED")
 
     @contextmanager
-    def condemned(self, pack_id: bytes) -> Iterator[None]:
-        """While it is held, no session can take the pack. FAILED_PRECONDITION if one has it."""
+    def condemned(self, pack_ids: Collection[bytes]) -> Iterator[dict[bytes, StoreError]]:
+        """While it is held, no session can take these packs, but for those that it yields, each with why it stays:
+        FAILED_PRECONDITION if a session has it, ABORTED if another call is removing it."""
         with self._lock:
-            if count := self._references[pack_id]:
-                raise StoreError(
-                    "FAILED_PRECONDITION",
-                    f"pack {pack_id.hex()} is attached to {count} sessions; close them first",
-                    reason="PACK_ATTACHED",
-                )
-            if pack_id in self._condemned:
-                raise StoreError(
-                    "ABORTED", f"pack {pack_id.hex()} is being evicted by another call", reason="PACK_EVICTED"
-                )
-            self._condemned.add(pack_id)
+            spared = {name: error for name in pack_ids if (error := self._why_spared(name)) is not None}
+            taken = {name for name in pack_ids if name not in spared}
+            self._condemned |= taken
         try:
-            yield
+            yield spared
         finally:
             with self._lock:
-                self._condemned.remove(pack_id)
+                self._condemned -= taken
+
+    def _why_spared(self, pack_id: bytes) -> StoreError | None:
+        if count := self._references[pack_id]:
+            reason = f"pack {pack_id.hex()} is attached to {count} sessions; close them first"
+            return StoreError("FAILED_PRECONDITION", reason, reason="PACK_ATTACHED")
+        if pack_id in self._condemned:
+            reason = f"pack {pack_id.hex()} is being evicted by another call"
+            return StoreError("ABORTED", reason, reason="PACK_EVICTED")
+        return None
 
     def is_condemned(self, pack_id: bytes) -> bool:
         with self._lock:

@@ -30,6 +30,7 @@ class Database:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
             db.execute("PRAGMA foreign_keys=ON")
+            db.execute("PRAGMA temp_store=MEMORY")  # else what a trigger may undo goes to a file, for every row
             db.execute(f"PRAGMA cache_size=-{_CACHE_BYTES >> 10}")
             self.id = schema.bring_up(db, data_dir)
         except BaseException:

@@ -115,7 +115,7 @@ class Catalog:
         """What the start found: (files removed, files quarantined, sidecars whose file is gone)."""
         trusted = self._stamp.vouches_for(self._database.id, self._database.commits())
         quarantine = None if trusted else self.quarantine_dir
-        packs = files.sweep(self.packs_dir, files.PACK_NAME, self.census.pack_keys(), quarantine)
+        packs = files.sweep(self.packs_dir, files.PACK_NAME, self.census.pack_keys(pause_s=0), quarantine)
         sidecars = files.sweep(self.sidecars_dir, files.SIDECAR_NAME, self.census.sidecar_keys(), quarantine)
         files.report((packs, sidecars), self.quarantine_dir)
         self._mark_lost(packs.lost)

@@ -15,7 +15,7 @@ from kvstore_service.daemon.disk.rows import Totals
 from kvstore_service.shared.types import pack_file
 
 PAGE_ROWS = 1 << 13
-_PAUSE_S = 0.001  # between two pages: whoever waits for the connection's lock gets it
+PAUSE_S = 0.001  # between two pages: whoever waits for the connection's lock gets it
 _HALVES = "hex(substr(pack_id, 1, 8)) || hex(substr(build, 1, 8))"
 
 
@@ -65,11 +65,11 @@ class Census:
         self._database = database
         self._recounting = Lock()
 
-    def pack_keys(self) -> NDArray[np.uint64]:
-        """The keys of the packs' file names (see `files.keys_of`), sorted; 8 B each at any time."""
-        return _sorted(files.folded(bytes.fromhex(halves)) for halves in self._pack_halves())
+    def pack_keys(self, pause_s: float = PAUSE_S) -> NDArray[np.uint64]:
+        """The keys of the packs' file names (see `files.keys_of`), sorted. `pause_s` 0: nobody else is there yet."""
+        return _sorted(files.folded(bytes.fromhex(halves)) for halves in self._pack_halves(pause_s))
 
-    def _pack_halves(self) -> Iterator[str]:
+    def _pack_halves(self, pause_s: float) -> Iterator[str]:
         query = f"""SELECT group_concat({_HALVES}, ''), max(pack_id)
                     FROM (SELECT pack_id, build FROM packs WHERE pack_id > ? ORDER BY pack_id LIMIT ?)"""
         after: bytes | None = b""
@@ -77,7 +77,7 @@ class Census:
             halves, after = self._database.row(query, (after, PAGE_ROWS))
             if halves:
                 yield halves
-                time.sleep(_PAUSE_S)
+                time.sleep(pause_s)
 
     def sidecar_keys(self) -> NDArray[np.uint64]:
         """Those of the sidecars' file names."""
@@ -123,7 +123,7 @@ class Census:
                     if not db.execute(_COUNT_PAGE, (PAGE_ROWS,)).rowcount:
                         found = db.execute("SELECT packs, pack_bytes, sidecar_bytes, damaged FROM recount").fetchone()
                         return totals_of(db, schema.EVERYONE), Totals(*found)
-                time.sleep(_PAUSE_S)
+                time.sleep(PAUSE_S)
 
     @contextmanager
     def _carrying(self) -> Iterator[None]:

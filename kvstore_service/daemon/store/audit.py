@@ -17,7 +17,7 @@ from kvstore_service.daemon.store.uploads import Uploads
 
 LISTED_MAX = 5
 QUIET_S = 1.0
-WRONG_MAX = 1000  # after which the look ends: the check has failed
+WRONG_MAX = 10_000  # after which a look ends: the check has failed
 SETTLE_LOOKS = 4
 SETTLE_PAUSE_S = 0.02
 
@@ -189,4 +189,5 @@ def _sum(parts: Iterable[Sized]) -> int:
 
 def _listed(total: int, wrong: Sequence[Path], what: str, fault: str) -> str:
     names = ", ".join(path.name for path in wrong[:LISTED_MAX])
-    return f"{total} {what}" + (f", {len(wrong)} {fault}: {names}" if wrong else "")
+    count = f"{len(wrong)} or more" if len(wrong) == WRONG_MAX else len(wrong)
+    return f"{total} {what}" + (f", {count} {fault}: {names}" if wrong else "")

@@ -88,7 +88,7 @@ class Layout:
     kinds: tuple[KindSpec, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PackRef:
     """One committed pack as a session uses it: identity, file build and the tokens that it covers."""
 
@@ -102,7 +102,7 @@ class PackRef:
         return self.first_token + self.tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PackRow:
     """A committed pack."""
 

@@ -9,8 +9,8 @@ import logging
 import os
 import secrets
 import sqlite3
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -115,8 +115,12 @@ class Catalog:
         """What the start found: (files removed, files quarantined, sidecars whose file is gone)."""
         trusted = self._stamp.vouches_for(self._database.id, self._database.commits())
         quarantine = None if trusted else self.quarantine_dir
-        packs = files.sweep(self.packs_dir, files.PACK_NAME, self.census.pack_keys(pause_s=0), quarantine)
-        sidecars = files.sweep(self.sidecars_dir, files.SIDECAR_NAME, self.census.sidecar_keys(), quarantine)
+        with ThreadPoolExecutor(1) as thread:  # rows and names take about as long, and cores are idle at a start
+            known = thread.submit(self.census.pack_keys, pause_s=0)
+            found = files.keys_in(self.packs_dir, files.PACK_NAME)
+        packs = files.sweep(self.packs_dir, files.PACK_NAME, found, known.result(), quarantine)
+        found = files.keys_in(self.sidecars_dir, files.SIDECAR_NAME)
+        sidecars = files.sweep(self.sidecars_dir, files.SIDECAR_NAME, found, self.census.sidecar_keys(), quarantine)
         files.report((packs, sidecars), self.quarantine_dir)
         self._mark_lost(packs.lost)
         sidecars_lost = self._forget_lost(sidecars.lost)
@@ -270,16 +274,17 @@ class Catalog:
         return row
 
     def descendants(self, pack_id: bytes) -> Iterator[PackRow]:
-        """Every pack that continues this one, directly or not, parents before what continues them."""
-        query = f"SELECT {PACK_COLUMNS} FROM packs WHERE parent = ? AND pack_id > ? ORDER BY pack_id LIMIT {_SCAN_ROWS}"
-        waiting = deque([pack_id])
-        while waiting:
-            parent, after = waiting.popleft(), b""
-            while page := self._database.rows(query, (parent, after)):
-                rows = [pack_row(row) for row in page]
-                after = rows[-1].ref.pack_id
-                waiting.extend(row.ref.pack_id for row in rows)
+        """Every pack that continues this one, directly or not, looked up page by page."""
+        query = f"SELECT {PACK_COLUMNS} FROM packs WHERE parent = ? AND pack_id > ? ORDER BY pack_id LIMIT ?"
+        parents = [pack_id]
+        while parents:
+            parent, after, full = parents.pop(), b"", True
+            while full:
+                rows = [pack_row(row) for row in self._database.rows(query, (parent, after, _SCAN_ROWS))]
                 yield from rows
+                parents.extend(row.ref.pack_id for row in rows)
+                full = len(rows) == _SCAN_ROWS
+                after = rows[-1].ref.pack_id if full else b""
 
     def remove_pack(self, row: PackRow) -> int:
         """Forgets a pack and its sidecars, then removes their files; what a crash leaves goes with the next start.

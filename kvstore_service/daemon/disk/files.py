@@ -54,12 +54,22 @@ def folded(halves: bytes) -> NDArray[np.uint64]:
     return (pairs[:, 0] ^ pairs[:, 1]).astype(np.uint64)
 
 
-def sweep(directory: Path, pattern: re.Pattern[bytes], known: NDArray[np.uint64], quarantine: Path | None) -> Sweep:
-    """Compares the names in `directory` with the sorted keys of the rows. A regular file of our pattern that no row
+def keys_in(directory: Path, pattern: re.Pattern[bytes]) -> NDArray[np.uint64]:
+    """The keys of the names of ours, sorted: 8 B per file."""
+    return np.sort(np.concatenate([_NO_KEYS, *(keys for _, keys in _keyed(directory, pattern))]))
+
+
+def sweep(
+    directory: Path,
+    pattern: re.Pattern[bytes],
+    found: NDArray[np.uint64],
+    known: NDArray[np.uint64],
+    quarantine: Path | None,
+) -> Sweep:
+    """Compares the keys of what is in `directory` with those of the rows. A regular file of our pattern that no row
     names was never acknowledged, or its row has ended: it is removed, or moved to `quarantine` if that is given.
 
-    Holds 8 B per file, not their names. The chance that a leftover passes for known is 2**-64 per pair."""
-    found = np.sort(np.concatenate([_NO_KEYS, *(keys for _, keys in _keyed(directory, pattern))]))
+    The chance that a leftover passes for known is 2**-64 per pair."""
     strange = found[~among(found, known)]
     moved = 0
     for path in _named(directory, pattern, strange):

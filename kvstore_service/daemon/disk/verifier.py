@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
 from mmap import mmap
 from pathlib import Path
 
@@ -73,8 +72,7 @@ class Verifier:
     def _verify_chains(self) -> None:
         while self._suspects:
             row = self._suspects.popleft()
-            below = islice(self._catalog.descendants(row.ref.pack_id), SUSPECTS_MAX)
-            chain = [*self._ancestors(row), *below][:SUSPECTS_MAX]
+            chain = [*self._ancestors(row), *self._catalog.descendants(row.ref.pack_id)][:SUSPECTS_MAX]
             for other in chain:
                 if self._ending.is_set():
                     return

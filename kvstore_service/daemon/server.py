@@ -44,6 +44,7 @@ from kvstore_service.shared.types import StoreError
 
 ADMIN_SERVICE = "kvstore.v1.AdminService"
 GRACE_S = 1.0
+SWITCH_S = 0.0005  # a call takes the interpreter several times; a page of a listing would keep each waiting for 5 ms
 END_S = 20.0  # after draining; whatever hangs then is left behind
 
 log = logging.getLogger("kvstored")
@@ -208,6 +209,7 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
         if rebuilding:
             return _rebuild(config)
         _raise_descriptor_limit()
+        sys.setswitchinterval(SWITCH_S)
         return serve(lambda: make(config))
     except ConfigError as error:
         print(f"kvstored: {error}", file=sys.stderr)

@@ -88,7 +88,7 @@ class Layout:
     kinds: tuple[KindSpec, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PackRef:
     """One committed pack as a session uses it: identity, file build and the tokens that it covers."""
 
@@ -102,7 +102,7 @@ class PackRef:
         return self.first_token + self.tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PackRow:
     """A committed pack."""
 
@@ -115,8 +115,12 @@ class PackRow:
 
     @property
     def file(self) -> str:
-        """Its name under packs/."""
-        return f"{self.ref.pack_id.hex()}-{self.ref.build.hex()}.pack"
+        return pack_file(self.ref.pack_id, self.ref.build)
+
+
+def pack_file(pack_id: bytes, build: bytes) -> str:
+    """The name of a pack's file under packs/."""
+    return f"{pack_id.hex()}-{build.hex()}.pack"
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import psutil
@@ -17,7 +20,10 @@ from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.front import lanes
 from kvstore_service.daemon.front.call import Caller
 from kvstore_service.daemon.front.replies import REPLIES_BYTES_MAX, Replies
-from kvstore_service.daemon.store.registry import Limits, Registry
+from kvstore_service.daemon.store.registry import SESSION_PACKS_MAX, Limits, Registry
+from kvstore_service.daemon.store.sessions import Sessions
+from kvstore_service.daemon.store.slots import Slots
+from kvstore_service.daemon.store.state import State
 from kvstore_service.shared.types import PackRef, PackRow
 from tests.hostile import calls
 from tests.hostile.slow_peer import SlowPeer
@@ -31,6 +37,7 @@ MOST_BYTES = 96 << 20  # requests under way, one of them decoded, and what mallo
 STRANGERS, STREAMS = 6, 64
 STRANGERS_BYTES = 64 << 20  # about 20 are seen; 500 if requests of health were read
 SIDECAR_BYTES = 192 << 20
+SESSIONS_BYTES = 32 << 20
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +195,33 @@ def test_sessions_share_what_they_hold_of_a_pack() -> None:
         registry.close(session)
     assert registry.references_total() == 0
     assert not registry._rows
+
+
+def test_packs_are_counted_in_every_session_that_has_them() -> None:
+    """Forks and attachments cost a few bytes a pack, of which a user has no more than its share."""
+    limits = Limits.shared(2, 64, 8, 1 << 30, 1 << 30)
+    registry = Registry(limits)
+    state = SimpleNamespace(registry=registry, acting=lambda worker, new: contextlib.nullcontext())
+    sessions = Sessions(cast(State, state), cast(Slots, None))
+    worker, other = (registry.add_worker(uid, 1, "worker") for uid in (7, 8))
+    half = SESSION_PACKS_MAX // 4
+    row = PackRow(PackRef(bytes(32), bytes(16), 0, 256), bytes(32), LAYOUT, worker.tenant, 4096)
+    origin = registry.open(worker, LAYOUT, 1024)
+    registry.append(origin, [row] * half)
+    fork = sessions.fork(worker, origin.session_id)
+    refusal = rf"packs in sessions of user id 7: {2 * half} of {2 * half} are in use, {half} more"
+    with pytest.raises(StoreError, match=refusal):
+        sessions.fork(worker, origin.session_id)
+    assert list(worker.sessions) == [origin.session_id, fork.session_id]
+    registry.append(registry.open(other, LAYOUT, 1024), [row] * 2 * half)
+    registry.close(fork)
+    sessions.fork(worker, origin.session_id)
+    assert registry.references_total() == SESSION_PACKS_MAX
+    assert sum(sys.getsizeof(session.packs) for session in registry.all()) < SESSIONS_BYTES
+    for session in registry.all():
+        registry.close(session)
+    assert registry.references_total() == 0
+    registry.append(registry.open(worker, LAYOUT, 1024), [row] * 2 * half)
 
 
 def test_large_sidecars_are_checked_in_pieces(daemon: Daemon) -> None:

@@ -18,6 +18,7 @@ from kvstore_service.daemon.disk import sidecars
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.rows import PackFilter, Quota, Totals
 from kvstore_service.daemon.disk.schema import CATALOG_VERSION
+from kvstore_service.daemon.disk.uses import BITE_ROWS
 from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
@@ -59,8 +60,8 @@ def test_files_without_a_row_are_removed_and_foreign_ones_are_not_touched(tmp_pa
         path.write_bytes(b"mine")
     os.mkfifo(tmp_path / "sidecars" / f"{'01' * 32}-{'cd' * 8}.sidecar")
     again = Catalog(tmp_path)
-    assert sorted(again.removed) == sorted([lost.file, half])
-    assert again.quarantined == []
+    assert (again.removed, again.quarantined) == (2, 0)
+    assert not (again.sidecars_dir / half).exists()
     assert not (again.packs_dir / lost.file).exists()
     assert len(list(again.packs_dir.iterdir())) == 1 + len(foreign)
     assert again.served(row.ref.pack_id) == row
@@ -80,13 +81,14 @@ def test_a_lost_catalogue_costs_no_file(tmp_path: Path) -> None:
         held = names(catalog.packs_dir) + names(catalog.sidecars_dir)
     (tmp_path / "catalog.sqlite").unlink()
     with closing(Catalog(tmp_path)) as catalog:
-        assert (catalog.removed, sorted(catalog.quarantined)) == ([], sorted(held))
+        assert (catalog.removed, catalog.quarantined) == (0, len(held))
         assert names(tmp_path / "quarantine") == sorted(held)
         catalog.commit_packs([pack_row(catalog, 3)])
     with closing(Catalog(tmp_path)) as catalog:  # from now on it judges its own
         stray = pack_row(catalog, 4)
     with closing(Catalog(tmp_path)) as catalog:
-        assert (catalog.removed, catalog.quarantined) == ([stray.file], [])
+        assert (catalog.removed, catalog.quarantined) == (1, 0)
+        assert not (catalog.packs_dir / stray.file).exists()
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -108,7 +110,7 @@ def test_a_catalogue_restored_from_an_older_copy_costs_no_file(tmp_path: Path, k
         path.unlink()
     copy.rename(data / "catalog.sqlite")
     with closing(Catalog(data)) as catalog:
-        assert (catalog.removed, catalog.quarantined) == ([], [new.file])
+        assert (catalog.removed, catalog.quarantined) == (0, 1)
         assert catalog.served(old.ref.pack_id) == old
         assert names(data / "quarantine") == [new.file]
 
@@ -338,17 +340,32 @@ def test_victims_are_leaves_in_the_order_of_use_and_importance(catalog: Catalog)
     assert len(plan) == 1
 
 
-def test_uses_are_written_in_batches_and_at_the_end(tmp_path: Path) -> None:
+def test_uses_are_written_in_bites_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever touches writes nothing but what is beyond the bound; nobody writes more than a bite at a time."""
     with closing(Catalog(tmp_path)) as catalog:
+        bites: list[int] = []
+        with catalog._database.lock:
+            catalog._database.connection.set_trace_callback(
+                lambda query: bites.append(0) if query.startswith("BEGIN") else None
+            )
         row = pack_row(catalog, 1)
         catalog.commit_packs([row])
         catalog.uses.touch([row.ref.pack_id], row.created_s + 50)
-        assert catalog.listed(row.ref.pack_id).last_used_s == row.created_s + 50
+        assert catalog.listing.listed(row.ref.pack_id).last_used_s == row.created_s + 50
+        bites.clear()
         catalog.uses.touch([number.to_bytes(32) for number in range(2000)], 1.0)
-        assert not catalog.uses._touched
+        assert not bites
+        catalog.uses.write()
+        assert len(bites) == -(-2001 // BITE_ROWS)
+        assert catalog.listing.listed(row.ref.pack_id).last_used_s == row.created_s + 50
+        bites.clear()
+        monkeypatch.setattr("kvstore_service.daemon.disk.uses._TOUCHES_MAX", 1000)
+        catalog.uses.touch([number.to_bytes(32) for number in range(1500)], 1.0)
+        assert len(bites) == -(-500 // BITE_ROWS)
+        assert len(catalog.uses._touched) <= 1000
         catalog.uses.touch([row.ref.pack_id], row.created_s + 60)
     with closing(Catalog(tmp_path)) as catalog:
-        assert catalog.listed(row.ref.pack_id).last_used_s == row.created_s + 60
+        assert catalog.listing.listed(row.ref.pack_id).last_used_s == row.created_s + 60
 
 
 def test_quotas_are_durable(tmp_path: Path) -> None:
@@ -377,7 +394,7 @@ def test_a_pin_ends_with_its_time(catalog: Catalog) -> None:
 def test_pages_pass_their_filter_and_look_at_a_bounded_number_of_rows(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore_service.daemon.disk.catalog._SCAN_ROWS", 4)
+    monkeypatch.setattr("kvstore_service.daemon.disk.listing._LOOK_ROWS", 2)
     rows = [replace(pack_row(catalog, n, tenant=f"uid-{n % 2}"), created_s=float(n)) for n in range(1, 21)]
     catalog.commit_packs(rows)
     catalog.mark_damaged(rows[4], "planted")
@@ -386,7 +403,7 @@ def test_pages_pass_their_filter_and_look_at_a_bounded_number_of_rows(
     def listing(wanted: PackFilter, limit: int = 3) -> list[int]:
         found, after = list[int](), b""
         while True:
-            page, following = catalog.page(wanted, after, limit)
+            page, following = catalog.listing.page(wanted, after, limit)
             found += [item.row.ref.pack_id[0] for item in page]
             if following is None:
                 return found

@@ -9,11 +9,9 @@ import logging
 import os
 import secrets
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +19,13 @@ from numpy.typing import NDArray
 from kvstore_service.daemon import directories
 from kvstore_service.daemon.disk import files, schema, tenants
 from kvstore_service.daemon.disk.ballast import Ballast
-from kvstore_service.daemon.disk.database import Database, count_commit, exists, frozen, hold, unopened
+from kvstore_service.daemon.disk.census import Census
+from kvstore_service.daemon.disk.database import Database, count_commit, exists, frozen, hold, totals_of, unopened
 from kvstore_service.daemon.disk.files import Stamp, remove_file, sync_directory
+from kvstore_service.daemon.disk.listing import Listing
 from kvstore_service.daemon.disk.rows import (
-    LISTED_COLUMNS,
     PACK_COLUMNS,
     SIDECAR_COLUMNS,
-    ListedPack,
-    PackFilter,
     Quota,
     SidecarRow,
     Totals,
@@ -44,8 +41,7 @@ _OWN_FILES = (
     "lock", "packs.stamp", "tenants", "tenants.new", "ballast", "catalog.sqlite", "catalog.sqlite-wal",
     "catalog.sqlite-shm", "catalog.sqlite-journal",
 )  # fmt: skip
-_FETCH_ROWS = 1 << 16
-_SCAN_ROWS = 4096  # rows that one page looks at, so that no listing holds the lock for long
+_SCAN_ROWS = 1000  # that one look takes, so that none holds the lock for long
 
 log = logging.getLogger("kvstored.catalog")
 
@@ -78,6 +74,8 @@ class Catalog:
                 self._database = Database(data_dir)
                 undo.callback(self._database.close)
                 self.uses = Uses(self._database)
+                self.census = Census(self._database)
+                self.listing = Listing(self._database, self.uses)
                 self._recall_tenants()
                 self._stamp = Stamp(data_dir / "packs.stamp")
                 undo.callback(self._stamp.close)
@@ -90,8 +88,8 @@ class Catalog:
             undo.pop_all()
 
     def close(self) -> None:
-        with contextlib.suppress(sqlite3.Error), self._database.transaction() as db:  # how packs were used may be lost
-            self.uses.write(db)
+        with contextlib.suppress(sqlite3.Error):  # how packs were used may be lost
+            self.uses.write()
         self._database.close()
         self._stamp.close()
         os.close(self._directory_lock)
@@ -113,46 +111,32 @@ class Catalog:
         with self._database.transaction() as db:
             return frozen(db, name, value)
 
-    def _sweep(self) -> tuple[list[str], list[str], int]:
+    def _sweep(self) -> tuple[int, int, int]:
         """What the start found: (files removed, files quarantined, sidecars whose file is gone)."""
         trusted = self._stamp.vouches_for(self._database.id, self._database.commits())
         quarantine = None if trusted else self.quarantine_dir
-        packs = files.sweep(self.packs_dir, files.PACK_NAME, self._pack_keys(), quarantine)
-        sidecars = files.sweep(self.sidecars_dir, files.SIDECAR_NAME, self._sidecar_keys(), quarantine)
+        with ThreadPoolExecutor(1) as thread:  # rows and names take about as long, and cores are idle at a start
+            known = thread.submit(self.census.pack_keys, pause_s=0)
+            found = files.keys_in(self.packs_dir, files.PACK_NAME)
+        packs = files.sweep(self.packs_dir, files.PACK_NAME, found, known.result(), quarantine)
+        found = files.keys_in(self.sidecars_dir, files.SIDECAR_NAME)
+        sidecars = files.sweep(self.sidecars_dir, files.SIDECAR_NAME, found, self.census.sidecar_keys(), quarantine)
         files.report((packs, sidecars), self.quarantine_dir)
-        self._mark_lost(set(packs.lost.tolist()))
-        sidecars_lost = self._forget_lost(set(sidecars.lost.tolist()))
+        self._mark_lost(packs.lost)
+        sidecars_lost = self._forget_lost(sidecars.lost)
         return packs.removed + sidecars.removed, packs.quarantined + sidecars.quarantined, sidecars_lost
 
-    def _pack_keys(self) -> NDArray[np.uint64]:
-        """The sorted keys of the rows' file names, without building the names."""
-        cursor = self._database.connection.execute("SELECT pack_id, build FROM packs")
-        parts = [np.zeros(0, np.uint64)]
-        while rows := cursor.fetchmany(_FETCH_ROWS):
-            joined = np.frombuffer(b"".join(name[:8] + build[:8] for name, build in rows), ">u8").reshape(-1, 2)
-            parts.append(joined[:, 0] ^ joined[:, 1])
-        return np.sort(np.concatenate(parts).astype(np.uint64))
+    def _mark_lost(self, lost: NDArray[np.uint64]) -> None:
+        for names in self.census.packs_of(lost) if len(lost) else ():
+            with self._database.transaction() as db:
+                query = "UPDATE packs SET damage = 'its file is gone' WHERE pack_id = ? AND damage IS NULL"
+                db.executemany(query, [(name,) for name in names])
 
-    def _sidecar_keys(self) -> NDArray[np.uint64]:
-        cursor = self._database.connection.execute("SELECT file FROM sidecars")
-        return np.sort(np.fromiter((files.key_of(file.encode()) for (file,) in cursor), np.uint64))
-
-    def _mark_lost(self, lost: set[int]) -> None:
-        if not lost:
-            return
-        rows = self._database.connection.execute("SELECT pack_id, build FROM packs").fetchall()
-        gone = [(name,) for name, build in rows if files.key_of(f"{name.hex()}-{build.hex()}".encode()) in lost]
-        with self._database.transaction() as db:
-            db.executemany("UPDATE packs SET damage = 'its file is gone' WHERE pack_id = ? AND damage IS NULL", gone)
-
-    def _forget_lost(self, lost: set[int]) -> int:
-        if not lost:
-            return 0
-        rows = self._database.connection.execute("SELECT file FROM sidecars").fetchall()
-        gone = [(file,) for (file,) in rows if files.key_of(file.encode()) in lost]
-        with self._database.transaction() as db:
-            db.executemany("DELETE FROM sidecars WHERE file = ?", gone)
-        return len(gone)
+    def _forget_lost(self, lost: NDArray[np.uint64]) -> int:
+        for gone in self.census.sidecars_of(lost) if len(lost) else ():
+            with self._database.transaction() as db:
+                db.executemany("DELETE FROM sidecars WHERE file = ?", [(file,) for file in gone])
+        return len(lost)
 
     # --- damage ---
 
@@ -219,7 +203,7 @@ class Catalog:
 
     def totals_of(self, tenant: str) -> Totals:
         with self._database.lock:
-            return _totals_of(self._database.connection, tenant)
+            return totals_of(self._database.connection, tenant)
 
     def totals_by_tenant(self) -> dict[str, Totals]:
         query = "SELECT tenant, packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant <> ? ORDER BY tenant"
@@ -253,52 +237,6 @@ class Catalog:
         query = f"SELECT damage, {PACK_COLUMNS} FROM packs WHERE pack_id = ?"
         row = self._database.row(query, (pack_id,))
         return (None, None) if row is None else (pack_row(row[1:]), row[0])
-
-    def packs(self, after: bytes = b"", limit: int = -1) -> list[PackRow]:
-        """In the order of their ids, from the first one above `after`."""
-        query = f"SELECT {PACK_COLUMNS} FROM packs WHERE pack_id > ? ORDER BY pack_id LIMIT ?"
-        return [pack_row(row) for row in self._database.rows(query, (after, limit))]
-
-    def every_pack(self) -> Iterator[PackRow]:
-        """Page by page, in the order of their ids; what comes or goes meanwhile may or may not be there."""
-        after = b""
-        while rows := self.packs(after, _SCAN_ROWS):
-            yield from rows
-            after = rows[-1].ref.pack_id
-
-    def page(self, wanted: PackFilter, after: bytes = b"", limit: int = 1000) -> tuple[list[ListedPack], bytes | None]:
-        """Up to `limit` packs that pass the filter, in the order of their ids, and where the next page begins; None
-        after the last. A page may have fewer, even none, before the last: each looks at a bounded number of rows."""
-        conditions = ["pack_id > ?"]
-        if wanted.damaged:
-            conditions.append("damage IS NOT NULL")
-        if wanted.pinned:
-            conditions.append("pinned_until_s IS NOT NULL")
-        query = f"SELECT {LISTED_COLUMNS} FROM packs WHERE {' AND '.join(conditions)} ORDER BY pack_id LIMIT ?"
-        look_at = limit if wanted == PackFilter() else _SCAN_ROWS
-        rows = self._database.rows(query, (after, look_at))
-        found: list[ListedPack] = []
-        for row in map(self._listed, rows):
-            if wanted.passes(row):
-                found.append(replace(row, sidecars=tuple(self.sidecar_kinds(row.row.ref.pack_id))))
-                if len(found) == limit:
-                    return found, row.row.ref.pack_id
-        return found, rows[-1][0] if len(rows) == look_at else None
-
-    def listed(self, pack_id: bytes) -> ListedPack:
-        """One pack as a listing shows it. NOT_FOUND."""
-        query = f"SELECT {LISTED_COLUMNS} FROM packs WHERE pack_id = ?"
-        row = self._database.row(query, (pack_id,))
-        if row is None:
-            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is not stored", reason="PACK_NOT_STORED")
-        return replace(self._listed(row), sidecars=tuple(self.sidecar_kinds(pack_id)))
-
-    def _listed(self, values: Sequence[Any]) -> ListedPack:
-        """From the values of `LISTED_COLUMNS`, without sidecars."""
-        *columns, pinned_until_s, damage, last_used_s, importance = values
-        row = pack_row(columns)
-        used_s = max(last_used_s, self.uses.unwritten_s(row.ref.pack_id))
-        return ListedPack(row, (), (pinned_until_s or 0.0) > time.time(), damage is not None, used_s, importance)
 
     def commit_packs(self, rows: Sequence[PackRow]) -> list[PackRow | None]:
         """One transaction for rows whose files are durable. The answer has, in order, what the store holds now:
@@ -370,11 +308,6 @@ class Catalog:
 
     # --- files and sidecars ---
 
-    def keys(self) -> dict[Path, NDArray[np.uint64]]:
-        """Per directory the sorted keys of the file names that rows stand for; see `files.key_of`."""
-        with self._database.lock:
-            return {self.packs_dir: self._pack_keys(), self.sidecars_dir: self._sidecar_keys()}
-
     def wanted_bytes(self, path: Path) -> int | None:
         """The size of this file of packs/ or sidecars/ as a row has it; None without a row or for a damaged pack."""
         if path.parent == self.sidecars_dir:
@@ -397,16 +330,6 @@ class Catalog:
         query = f"SELECT {SIDECAR_COLUMNS} FROM sidecars WHERE pack_id = ?"
         rows = self._database.rows(query, (pack_id,))
         return [SidecarRow(SidecarKey(*row[:4]), *row[4:]) for row in rows]
-
-    def counted(self) -> tuple[Totals, Totals]:
-        """(the running totals, the same by a scan of all rows), of one moment."""
-        with self._database.lock:
-            db = self._database.connection
-            packs, pack_bytes, damaged = db.execute(
-                "SELECT count(*), coalesce(sum(file_bytes), 0), coalesce(sum(damage IS NOT NULL), 0) FROM packs"
-            ).fetchone()
-            (sidecar_bytes,) = db.execute("SELECT coalesce(sum(file_bytes), 0) FROM sidecars").fetchone()
-            return _totals_of(db, schema.EVERYONE), Totals(packs, pack_bytes, sidecar_bytes, damaged)
 
     def sidecar(self, key: SidecarKey) -> SidecarRow | None:
         with self._database.lock:
@@ -472,12 +395,6 @@ def _held_sidecar(db: sqlite3.Connection, key: SidecarKey) -> SidecarRow | None:
     query = "SELECT file, file_bytes FROM sidecars WHERE pack_id = ? AND build = ? AND kind = ? AND parameters = ?"
     row = db.execute(query, (key.pack_id, key.build, key.kind, key.parameters)).fetchone()
     return None if row is None else SidecarRow(key, *row)
-
-
-def _totals_of(db: sqlite3.Connection, tenant: str) -> Totals:
-    query = "SELECT packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant = ?"
-    row = db.execute(query, (tenant,)).fetchone()
-    return Totals(*row) if row is not None else Totals()
 
 
 def _tenant_keys(db: sqlite3.Connection) -> dict[str, bytes]:

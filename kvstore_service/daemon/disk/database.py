@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_service.daemon.disk import schema
+from kvstore_service.daemon.disk.rows import Totals
 from kvstore_service.shared.types import StoreError
 
 _OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
@@ -30,6 +31,7 @@ class Database:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
             db.execute("PRAGMA foreign_keys=ON")
+            db.execute("PRAGMA temp_store=MEMORY")  # else what a trigger may undo goes to a file, for every row
             db.execute(f"PRAGMA cache_size=-{_CACHE_BYTES >> 10}")
             self.id = schema.bring_up(db, data_dir)
         except BaseException:
@@ -106,3 +108,9 @@ def count_commit(db: sqlite3.Connection) -> int:
 
 def exists(db: sqlite3.Connection, pack_id: bytes) -> bool:
     return db.execute("SELECT 1 FROM packs WHERE pack_id = ?", (pack_id,)).fetchone() is not None
+
+
+def totals_of(db: sqlite3.Connection, tenant: str) -> Totals:
+    query = "SELECT packs, pack_bytes, sidecar_bytes, damaged FROM totals WHERE tenant = ?"
+    row = db.execute(query, (tenant,)).fetchone()
+    return Totals(*row) if row is not None else Totals()

@@ -9,9 +9,9 @@ import contextlib
 import logging
 import os
 import re
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,77 +22,124 @@ from kvstore_service.daemon.logs import event
 PACK_NAME = re.compile(rb"[0-9a-f]{64}-[0-9a-f]{32}\.pack")
 SIDECAR_NAME = re.compile(rb"[0-9a-f]{64}-[0-9a-f]{16}\.(?:sidecar|partial)")
 _STAMP = re.compile(rb"([0-9a-f]{32}) (\d{20})\n")
+_RANDOM_DIGITS = np.r_[0:16, 65:81]  # of a name of ours
+_CHUNK_ENTRIES = 1 << 14
 _LOGGED_MAX = 20
+_NO_KEYS = np.zeros(0, np.uint64)
 
 log = logging.getLogger("kvstored.files")
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a look at one directory found. `lost`: keys of rows whose file is not there, sorted."""
+    """What a look at one directory found: how many files went where, and the keys of rows whose file is not there,
+    sorted."""
 
-    removed: list[str]
-    quarantined: list[str]
+    removed: int
+    quarantined: int
     lost: NDArray[np.uint64]
 
 
-def key_of(name: bytes) -> int:
-    """64 random bits of a name: of its id or digest, and of its build or nonce."""
-    return int(name[:16], 16) ^ int(name[65:81], 16)
+def keys_of(names: Sequence[bytes]) -> NDArray[np.uint64]:
+    """Of each name of one pattern of ours 64 random bits: of its id or digest, and of its build or nonce."""
+    if not names:
+        return np.zeros(0, np.uint64)
+    letters = np.frombuffer(b"".join(names), np.uint8).reshape(len(names), -1)
+    return folded(bytes.fromhex(letters[:, _RANDOM_DIGITS].tobytes().decode()))
 
 
-def sweep(directory: Path, pattern: re.Pattern[bytes], known: NDArray[np.uint64], quarantine: Path | None) -> Sweep:
-    """Compares the names in `directory` with the sorted keys of the rows. A regular file of our pattern that no row
+def folded(halves: bytes) -> NDArray[np.uint64]:
+    """Keys, from the first 8 bytes of both parts of each name."""
+    pairs = np.frombuffer(halves, ">u8").reshape(-1, 2)
+    return (pairs[:, 0] ^ pairs[:, 1]).astype(np.uint64)
+
+
+def keys_in(directory: Path, pattern: re.Pattern[bytes]) -> NDArray[np.uint64]:
+    """The keys of the names of ours, sorted: 8 B per file."""
+    return np.sort(np.concatenate([_NO_KEYS, *(keys for _, keys in _keyed(directory, pattern))]))
+
+
+def sweep(
+    directory: Path,
+    pattern: re.Pattern[bytes],
+    found: NDArray[np.uint64],
+    known: NDArray[np.uint64],
+    quarantine: Path | None,
+) -> Sweep:
+    """Compares the keys of what is in `directory` with those of the rows. A regular file of our pattern that no row
     names was never acknowledged, or its row has ended: it is removed, or moved to `quarantine` if that is given.
 
-    Holds 8 B per file, not their names. The chance that a leftover passes for known is 2**-64 per pair."""
-    found = np.sort(np.frombuffer(array("Q", (key_of(entry.name) for entry in _ours(directory, pattern))), np.uint64))
-    removed: list[str] = []
-    quarantined: list[str] = []
-    for path in _named(directory, pattern, set(_beyond(found, known).tolist())):
+    The chance that a leftover passes for known is 2**-64 per pair."""
+    strange = found[~among(found, known)]
+    moved = 0
+    for path in _named(directory, pattern, strange):
+        fate = "unfinished file removed" if quarantine is None else "unknown file quarantined"
         if quarantine is None:
             path.unlink()
-            removed.append(path.name)
         else:
             quarantine.mkdir(mode=0o700, exist_ok=True)
             path.rename(quarantine / path.name)
-            quarantined.append(path.name)
-    return Sweep(removed, quarantined, _beyond(known, found))
+        moved += 1
+        if moved <= _LOGGED_MAX:
+            event(log, logging.WARNING, fate, file=path.name)
+    lost = known[~among(known, found)]
+    return Sweep(moved, 0, lost) if quarantine is None else Sweep(0, moved, lost)
 
 
-def _beyond(keys: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Those of `keys` that are not among `others`, both sorted; cheaper than NumPy's setdiff1d, which sorts again."""
-    if not len(others):
-        return keys
-    places = np.minimum(np.searchsorted(others, keys), len(others) - 1)
-    return keys[others[places] != keys]
+def among(keys: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which of `keys` stand in `known`, which is sorted."""
+    if not len(known):
+        return np.zeros(len(keys), np.bool_)
+    places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+    return known[places] == keys
 
 
 def strangers(directory: Path, pattern: re.Pattern[bytes], known: NDArray[np.uint64]) -> Iterator[Path]:
     """Regular files in `directory` that no row names, ours and others'."""
-    keys = set(known.tolist())
-    with os.scandir(os.fsencode(directory)) as entries:
+    for entries in _chunks(directory):
+        ours, keys = _ours_of(entries, pattern)
+        named = {ours[index].name for index in np.flatnonzero(among(keys, known))}
         for entry in entries:
-            ours = pattern.fullmatch(entry.name) is not None
-            if not (ours and key_of(entry.name) in keys) and entry.is_file(follow_symlinks=False):
+            if entry.name not in named and entry.is_file(follow_symlinks=False):
                 yield directory / os.fsdecode(entry.name)
-
-
-def _named(directory: Path, pattern: re.Pattern[bytes], keys: set[int]) -> Iterator[Path]:
-    """Regular files of our pattern with one of the keys."""
-    for entry in _ours(directory, pattern) if keys else ():
-        if key_of(entry.name) in keys and entry.is_file(follow_symlinks=False):
-            yield directory / entry.name.decode()
-
-
-def _ours(directory: Path, pattern: re.Pattern[bytes]) -> Iterator[os.DirEntry[bytes]]:
-    with os.scandir(os.fsencode(directory)) as entries:
-        yield from (entry for entry in entries if pattern.fullmatch(entry.name))
 
 
 def ours(directory: Path, pattern: re.Pattern[bytes]) -> Iterator[Path]:
     """Paths in `directory` that bear a name of ours."""
-    return (directory / entry.name.decode() for entry in _ours(directory, pattern))
+    for entries in _chunks(directory):
+        yield from (directory / entry.name.decode() for entry in _ours_of(entries, pattern)[0])
+
+
+def _named(directory: Path, pattern: re.Pattern[bytes], wanted: NDArray[np.uint64]) -> Iterator[Path]:
+    """Regular files of our pattern with one of the keys, which are sorted."""
+    for entries, keys in _keyed(directory, pattern) if len(wanted) else ():
+        for index in np.flatnonzero(among(keys, wanted)):
+            if entries[index].is_file(follow_symlinks=False):
+                yield directory / entries[index].name.decode()
+
+
+def _keyed(
+    directory: Path, pattern: re.Pattern[bytes]
+) -> Iterator[tuple[list[os.DirEntry[bytes]], NDArray[np.uint64]]]:
+    """Entries with names of ours, each with its key, many at a time."""
+    return (_ours_of(entries, pattern) for entries in _chunks(directory))
+
+
+def _ours_of(
+    entries: list[os.DirEntry[bytes]], pattern: re.Pattern[bytes]
+) -> tuple[list[os.DirEntry[bytes]], NDArray[np.uint64]]:
+    """Those of our pattern, with their keys. One match for all of them costs a third of one for each."""
+    names = [entry.name for entry in entries]
+    if not re.fullmatch(rb"(?:%b/)*+" % pattern.pattern, b"/".join([*names, b""])):
+        entries = [entry for entry in entries if pattern.fullmatch(entry.name)]
+        names = [entry.name for entry in entries]
+    return entries, keys_of(names)
+
+
+def _chunks(directory: Path) -> Iterator[list[os.DirEntry[bytes]]]:
+    with os.scandir(os.fsencode(directory)) as entries:
+        while chunk := list(islice(entries, _CHUNK_ENTRIES)):
+            yield chunk
 
 
 class Stamp:
@@ -117,17 +164,15 @@ class Stamp:
 
 
 def report(sweeps: Iterable[Sweep], quarantine: Path) -> None:
-    """One line per file up to a limit, and what to do."""
-    removed = [name for found in sweeps for name in found.removed]
-    quarantined = [name for found in sweeps for name in found.quarantined]
-    for name in removed[:_LOGGED_MAX]:
-        event(log, logging.WARNING, "unfinished file removed", file=name)
-    if len(removed) > _LOGGED_MAX:
-        event(log, logging.WARNING, "unfinished files removed", files=len(removed))
+    """How many files there were, beyond those of which each has its line, and what to do."""
+    found = list(sweeps)
+    removed, quarantined = sum(item.removed for item in found), sum(item.quarantined for item in found)
+    if removed > _LOGGED_MAX:
+        event(log, logging.WARNING, "unfinished files removed", files=removed)
     if quarantined:
         event(
             log, logging.ERROR, "the catalogue is new or older than the files; moved what it does not know",
-            files=len(quarantined), to=quarantine, fix="kvstored rebuild",
+            files=quarantined, to=quarantine, fix="kvstored rebuild",
         )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What the catalogue's rows say, and how they lie in its columns."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,7 +91,7 @@ def pack_row(values: Sequence[Any]) -> PackRow:
     """From the values of `PACK_COLUMNS`."""
     pack_id, build, parent, fingerprint, tenant, first, tokens, layers, kinds, file_bytes, created_s = values
     ref = PackRef(pack_id, build, first, tokens)
-    return PackRow(ref, parent, _layout(fingerprint, layers, kinds), tenant, file_bytes, created_s)
+    return PackRow(ref, parent, _layout(fingerprint, layers, kinds), sys.intern(tenant), file_bytes, created_s)
 
 
 @lru_cache(maxsize=256)

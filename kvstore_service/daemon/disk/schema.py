@@ -39,6 +39,7 @@ _INDEXES = (
     f"CREATE INDEX IF NOT EXISTS packs_by_use ON packs(keep_s) WHERE {_EVICTABLE}",
     f"CREATE INDEX IF NOT EXISTS packs_by_tenant_and_use ON packs(tenant, keep_s) WHERE {_EVICTABLE}",
     "CREATE INDEX IF NOT EXISTS packs_pinned ON packs(pinned_until_s) WHERE pinned_until_s IS NOT NULL",
+    "CREATE INDEX IF NOT EXISTS packs_pinned_by_id ON packs(pack_id) WHERE pinned_until_s IS NOT NULL",
     "CREATE INDEX IF NOT EXISTS packs_damaged ON packs(pack_id) WHERE damage IS NOT NULL",
 )
 

@@ -4,13 +4,16 @@ import math
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping
+from threading import Lock
 
 from kvstore_service.daemon.disk.database import Database, exists
 from kvstore_service.daemon.disk.rows import PACK_COLUMNS, Victim, pack_row
 from kvstore_service.shared.types import StoreError
 
 FOREVER_S = math.inf
-_TOUCHES_MAX = 1024  # uses that are remembered before they are written
+_TOUCHES_MAX = 1 << 15  # uses that are remembered before they are written
+BITE_ROWS = 128  # that are written at once: each is a page of its own in a large catalogue
+_PAUSE_S = 0.001  # between two bites: whoever waits for the connection's lock gets it
 
 
 class Uses:
@@ -19,31 +22,41 @@ class Uses:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._touched: dict[bytes, float] = {}
+        self._writing = Lock()  # what is taken out to be written is in its row before anybody else writes
 
     def unwritten_s(self, pack_id: bytes) -> float:
         """The last use that is not in the row yet, seconds since the epoch; 0 for none."""
         return self._touched.get(pack_id, 0.0)
 
     def touch(self, pack_ids: Iterable[bytes], now_s: float) -> None:
-        """The packs are used now (seconds since the epoch). Written in batches: a crash forgets the latest uses."""
-        with self._database.lock:
-            self._touched.update(dict.fromkeys(pack_ids, now_s))
-            if len(self._touched) < _TOUCHES_MAX:
-                return
-        with self._database.transaction() as db:
-            self.write(db)
+        """The packs are used now (seconds since the epoch). Remembered until `write`, which a crash may forestall; only
+        beyond a bound does this call write."""
+        self._touched.update(dict.fromkeys(pack_ids, now_s))
+        while len(self._touched) > _TOUCHES_MAX:
+            self._write_bite()
 
-    def write(self, db: sqlite3.Connection) -> None:
-        """What was remembered, in the caller's transaction."""
-        touched = [(now_s, name) for name, now_s in self._touched.items()]
-        db.executemany("UPDATE packs SET last_used_s = max(last_used_s, ?) WHERE pack_id = ?", touched)
-        self._touched.clear()
+    def write(self) -> None:
+        """All that is remembered, a bite at a time. sqlite3.Error: one bite is lost."""
+        while self._write_bite():
+            time.sleep(_PAUSE_S)
+
+    def _write_bite(self) -> int:
+        """How many rows were written."""
+        query = "UPDATE packs SET last_used_s = max(last_used_s, ?) WHERE pack_id = ?"
+        with self._writing:
+            bite = [self._touched.popitem() for _ in range(min(BITE_ROWS, len(self._touched)))]
+            if bite:
+                with self._database.transaction() as db:
+                    db.executemany(query, [(used_s, name) for name, used_s in bite])
+        return len(bite)
 
     def set_importance(self, importance: Mapping[bytes, float]) -> None:
         """From 0 to 1 per pack id; ids that are not stored do not matter."""
-        with self._database.transaction() as db:
-            values = [(value, name) for name, value in importance.items()]
-            db.executemany("UPDATE packs SET importance = ? WHERE pack_id = ?", values)
+        values = [(value, name) for name, value in importance.items()]
+        for first in range(0, len(values), BITE_ROWS):
+            with self._database.transaction() as db:
+                query = "UPDATE packs SET importance = ? WHERE pack_id = ?"
+                db.executemany(query, values[first : first + BITE_ROWS])
 
     def victims(self, limit: int, tenant: str | None = None, after: Victim | None = None) -> list[Victim]:
         """The packs to go first, of one tenant or of all, after the one before: continued by none, not pinned; in the
@@ -57,8 +70,8 @@ class Uses:
                     ORDER BY keep_s, pack_id LIMIT :limit"""
         values = {"tenant": tenant, "limit": limit, "keep_s": after and after.keep_s,
                   "pack_id": after and after.row.ref.pack_id}  # fmt: skip
+        self.write()
         with self._database.transaction() as db:
-            self.write(db)
             db.execute("UPDATE packs SET pinned_until_s = NULL WHERE pinned_until_s <= ?", (time.time(),))
             return [Victim(pack_row(row), keep_s) for keep_s, *row in db.execute(query, values).fetchall()]
 

@@ -5,18 +5,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.disk import files
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
-from kvstore_service.daemon.disk.rows import PackFilter
 from kvstore_service.daemon.store.registry import Registry, Worker
 from kvstore_service.daemon.store.uploads import Uploads
 
 LISTED_MAX = 5
 QUIET_S = 1.0
+WRONG_MAX = 10_000  # after which a look ends: the check has failed
 SETTLE_LOOKS = 4
 SETTLE_PAUSE_S = 0.02
 
@@ -42,10 +43,11 @@ class Audited:
     counts: Callable[[], dict[str, int]]
 
     def checks(self) -> list[Check]:
-        """Calls of workers pause while figures are read one after the other; files are compared while they go on."""
+        """Calls of workers pause while figures are read one after the other; rows and files are gone through while
+        they go on."""
         with _quiet(self.registry.workers()):
-            figures = [*self._bytes(), *self._references(), *self._data_plane(), *self._calls()]
-        return [*self._files(), *figures]
+            figures = [*self._promises(), *self._references(), *self._data_plane(), *self._calls()]
+        return [*self._files(), *self._totals(), *figures]
 
     def _files(self) -> list[Check]:
         """Every row has its file, every file its row or its open upload. What is seen amid a commit or an eviction is
@@ -62,12 +64,9 @@ class Audited:
 
     def _rows_files(self) -> Iterator[Path]:
         """Files that are not as their rows say."""
-        after: bytes | None = b""
-        while after is not None:
-            page, after = self.catalog.page(PackFilter(damaged=False), after)
-            for item in page:
-                if _size_of(path := self.catalog.packs_dir / item.row.file) != item.row.file_bytes:
-                    yield path
+        for name, size_bytes in self.catalog.census.pack_files():
+            if _size_of(path := self.catalog.packs_dir / name) != size_bytes:
+                yield path
         file = ""
         while rows := self.catalog.sidecars(file):
             file = rows[-1].file
@@ -76,9 +75,9 @@ class Audited:
                     yield path
 
     def _strange_files(self) -> Iterator[Path]:
-        known = self.catalog.keys()
-        yield from files.strangers(self.catalog.packs_dir, files.PACK_NAME, known[self.catalog.packs_dir])
-        yield from files.strangers(self.catalog.sidecars_dir, files.SIDECAR_NAME, known[self.catalog.sidecars_dir])
+        census = self.catalog.census
+        yield from files.strangers(self.catalog.packs_dir, files.PACK_NAME, census.pack_keys())
+        yield from files.strangers(self.catalog.sidecars_dir, files.SIDECAR_NAME, census.sidecar_keys())
 
     def _is_wrong(self, path: Path) -> bool:
         wanted = self.catalog.wanted_bytes(path)
@@ -88,14 +87,16 @@ class Audited:
         _, uploading = self.uploads.promised()
         return path not in uploading and self.catalog.wanted_bytes(path) is None and _size_of(path) >= 0
 
-    def _bytes(self) -> list[Check]:
-        kept, scanned = self.catalog.counted()
-        promised, uploading = self.uploads.promised()
+    def _totals(self) -> list[Check]:
+        kept, counted = self.catalog.census.recounted()
         return [
-            _equal("stored bytes = sizes of rows", kept.stored_bytes, scanned.stored_bytes),
-            _equal("packs, damaged ones = rows", kept.packs + kept.damaged, scanned.packs + scanned.damaged),
-            _equal("promised bytes = open uploads", promised, sum(uploading.values())),
+            _equal("stored bytes = sizes of rows", kept.stored_bytes, counted.stored_bytes),
+            _equal("packs, damaged ones = rows", kept.packs + kept.damaged, counted.packs + counted.damaged),
         ]
+
+    def _promises(self) -> list[Check]:
+        promised, uploading = self.uploads.promised()
+        return [_equal("promised bytes = open uploads", promised, sum(uploading.values()))]
 
     def _references(self) -> list[Check]:
         workers = self.registry.workers()
@@ -161,7 +162,7 @@ def _quiet(workers: Sequence[Worker]) -> Iterator[None]:
 
 def _settled(seen: Callable[[Path], bool], paths: Iterable[Path]) -> list[Path]:
     """Those of which it is seen for as long as a commit or an eviction may take between file and row."""
-    left = [path for path in paths if seen(path)]
+    left = list(islice((path for path in paths if seen(path)), WRONG_MAX))
     for _ in range(SETTLE_LOOKS):
         if left:
             time.sleep(SETTLE_PAUSE_S)
@@ -188,4 +189,5 @@ def _sum(parts: Iterable[Sized]) -> int:
 
 def _listed(total: int, wrong: Sequence[Path], what: str, fault: str) -> str:
     names = ", ".join(path.name for path in wrong[:LISTED_MAX])
-    return f"{total} {what}" + (f", {len(wrong)} {fault}: {names}" if wrong else "")
+    count = f"{len(wrong)} or more" if len(wrong) == WRONG_MAX else len(wrong)
+    return f"{total} {what}" + (f", {count} {fault}: {names}" if wrong else "")

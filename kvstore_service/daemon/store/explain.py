@@ -86,7 +86,7 @@ class Explain:
     def _pack(self, name: bytes) -> Finding:
         subject = f"pack {name.hex()}"
         try:
-            listed = self._state.catalog.listed(name)
+            listed = self._state.catalog.listing.listed(name)
         except StoreError:
             return self._absent(name, subject)
         row = listed.row

@@ -109,7 +109,7 @@ class Operation:
         """The packs named, or all, and how many that are; NOT_FOUND."""
         if pack_ids:
             return len(pack_ids), iter([self._state.catalog.any_pack(name) for name in pack_ids])
-        return self._state.catalog.totals().packs, self._state.catalog.every_pack()
+        return self._state.catalog.totals().packs, self._state.catalog.listing.every_pack()
 
     def verify(self, row: PackRow) -> tuple[list[int], str]:
         """Reads every block of the pack from disk, and its sidecars: (bad blocks, error). A pack whose bytes are not
@@ -149,7 +149,7 @@ class Operation:
         self, wanted: PackFilter, unused: bool, after: bytes, limit: int
     ) -> tuple[list[DescribedPack], bytes | None]:
         """In the order of ids, and where the next page begins. `unused`: attached to no session and not pinned."""
-        listed, following = self._state.catalog.page(wanted, after, limit)
+        listed, following = self._state.catalog.listing.page(wanted, after, limit)
         described = [self._described(item) for item in listed]
         return [item for item in described if not (unused and (item.references or item.pinned))], following
 
@@ -158,7 +158,7 @@ class Operation:
         found = []
         for name in pack_ids:
             with suppress(StoreError):
-                found.append(self._described(self._state.catalog.listed(name)))
+                found.append(self._described(self._state.catalog.listing.listed(name)))
         return found
 
     def beginning(self, text: str, limit: int) -> list[DescribedPack]:
@@ -207,7 +207,7 @@ class Operation:
         return self._state.uploads.described()
 
     def described(self, row: PackRow) -> DescribedPack:
-        return self._described(self._state.catalog.listed(row.ref.pack_id))
+        return self._described(self._state.catalog.listing.listed(row.ref.pack_id))
 
     def _described(self, item: ListedPack) -> DescribedPack:
         references = self._state.registry.references(item.row.ref.pack_id)
@@ -223,5 +223,5 @@ def beginning(state: State, text: str, limit: int) -> list[PackRow]:
     """The first packs whose id begins so, in hex digits."""
     first = int(text.ljust(2 * PACK_ID_BYTES, "0"), 16)
     after = (first - 1).to_bytes(PACK_ID_BYTES, "big") if first else b""
-    found, _ = state.catalog.page(PackFilter(), after, limit)
+    found, _ = state.catalog.listing.page(PackFilter(), after, limit)
     return [item.row for item in found if item.row.ref.pack_id.hex().startswith(text)]

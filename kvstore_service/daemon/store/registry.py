@@ -13,12 +13,14 @@ from kvstore_service.shared.types import Layout, PackRow, RingGeometry, StoreErr
 TOKEN_BYTES = 32
 SESSION_ID_BYTES = 12
 CLOSED_MAX = 1024
+SESSION_PACKS_MAX = 1 << 21  # over all sessions, counted in each: 8 B apiece; 2**29 tokens in packs of 256
 NO_WORKERS = {"user_workers": 0, "user_worker_bytes": 0, "user_sessions": 0}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much all users together may hold, and each of them; bytes are of windows, staging and rings."""
+    """How much all users together may hold, and each of them; bytes are of windows, staging and rings, packs those of
+    sessions, counted in each."""
 
     sessions: int
     user_sessions: int
@@ -26,6 +28,7 @@ class Limits:
     user_slots: int
     worker_bytes: int
     user_bytes: int
+    user_packs: int = SESSION_PACKS_MAX
     workers: int = 256
     user_workers: int = 64
     operators: int = 16
@@ -35,8 +38,9 @@ class Limits:
         """Users share equally, so that no number of them can take what one is entitled to."""
         share = max(1, users)
         return cls(
-            sessions, max(1, sessions // share), slots, max(1, slots // share), worker_bytes, machine_bytes // share
-        )
+            sessions, max(1, sessions // share), slots, max(1, slots // share), worker_bytes, machine_bytes // share,
+            SESSION_PACKS_MAX // share,
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -108,6 +112,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._sessions: dict[str, Session] = {}
         self._references: Counter[bytes] = Counter()
+        self._packs: Counter[int] = Counter()  # by user id, as often as a session has them
         self._rows: dict[bytes, PackRow] = {}  # of what is referenced: sessions with the same packs share their rows
         self._condemned: set[bytes] = set()
 
@@ -164,27 +169,32 @@ class Registry:
         return session
 
     def append(self, session: Session, packs: list[PackRow]) -> None:
-        """From here on the packs cannot be evicted. NOT_FOUND if one is being evicted."""
+        """From here on the packs cannot be evicted. NOT_FOUND if one is being evicted, RESOURCE_EXHAUSTED."""
+        uid = session.worker.uid
         with self._lock:
+            _require_room(f"packs in sessions of user id {uid}", self._packs[uid], len(packs), self._limits.user_packs)
             for row in packs:
                 self._require_kept(row.ref.pack_id)
             session.packs.extend(self._shared(row) for row in packs)
             self._references.update(row.ref.pack_id for row in packs)
+            self._packs[uid] += len(packs)
 
     def retract(self, session: Session, count: int) -> None:
         """Takes the last `count` packs back."""
         with self._lock:
-            first = len(session.packs) - count
-            self._drop(session.packs[first:])
-            del session.packs[first:]
+            self._drop(session, count)
 
     def _shared(self, row: PackRow) -> PackRow:
         """For a caller that holds the lock."""
         held = self._rows.setdefault(row.ref.pack_id, row)
         return held if held == row else row  # it may have been written anew
 
-    def _drop(self, packs: list[PackRow]) -> None:
-        """For a caller that holds the lock."""
+    def _drop(self, session: Session, count: int) -> None:
+        """The last `count` packs of the session; for a caller that holds the lock."""
+        first = len(session.packs) - count
+        packs = session.packs[first:]
+        del session.packs[first:]
+        self._packs[session.worker.uid] -= count
         self._references.subtract(row.ref.pack_id for row in packs)
         for row in packs:
             if not self._references[row.ref.pack_id]:
@@ -241,7 +251,7 @@ class Registry:
         with self._lock:
             if self._sessions.pop(session.session_id, None) is None:
                 return
-            self._drop(session.packs)
+            self._drop(session, len(session.packs))
         session.worker.sessions.pop(session.session_id, None)
 
     def of(self, worker: Worker, session_id: str) -> Session:

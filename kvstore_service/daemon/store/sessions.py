@@ -38,7 +38,11 @@ class Sessions:
         with self._state.acting(worker, new=True):
             origin = self._state.registry.of(worker, session_id)
             fork = self._state.registry.open(worker, origin.layout, origin.declared_max_tokens)
-            self._state.registry.append(fork, list(origin.packs))
+            try:
+                self._state.registry.append(fork, origin.packs)
+            except BaseException:
+                self._state.registry.close(fork)
+                raise
             return fork
 
     def close(self, worker: Worker, session_id: str) -> None:

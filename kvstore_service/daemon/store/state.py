@@ -18,6 +18,7 @@ from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config, machine_bytes
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
+from kvstore_service.daemon.disk.uses import BITE_ROWS
 from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store.dram import Dram
@@ -75,8 +76,8 @@ class State:
         self._started_s = time.monotonic()
         for row, reason in catalog.damaged(DAMAGED_LOGGED_MAX):
             event(log, ERROR, "pack damaged", pack_id=row.ref.pack_id.hex(), file=row.file, reason=reason)
-        self.count("leftovers_removed", len(catalog.removed))
-        self.count("files_quarantined", len(catalog.quarantined))
+        self.count("leftovers_removed", catalog.removed)
+        self.count("files_quarantined", catalog.quarantined)
 
     @contextmanager
     def acting(self, worker: Worker, new: bool = False) -> Iterator[None]:
@@ -141,8 +142,13 @@ class State:
 
     def use(self, names: Sequence[bytes]) -> None:
         """The packs are used now."""
-        with self._forgetting(len(names)):
+        with self._forgetting(BITE_ROWS):
             self.catalog.uses.touch(names, time.time())
+
+    def keep_uses(self) -> None:
+        """Writes how packs were used since the last time."""
+        with self._forgetting(BITE_ROWS):
+            self.catalog.uses.write()
 
     def weigh(self, importance: Mapping[bytes, float]) -> None:
         """From 0 to 1 by pack id."""

@@ -28,7 +28,9 @@ class Store:
         self.indexes = Indexes(state)
         self.operation = Operation(state)
         self.explain = Explain(state)
-        self._upkeep = Upkeep([self.packs.expire, state.room.relieve, state.ballast.take_on, state.leases.expire])
+        self._upkeep = Upkeep(
+            [self.packs.expire, state.room.relieve, state.ballast.take_on, state.leases.expire, state.keep_uses]
+        )
 
     def close(self) -> None:
         """Releases every worker; what was committed stays."""

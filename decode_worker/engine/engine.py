@@ -69,6 +69,7 @@ class Engine:
         self.policy = make_policy(config, shape, self.records, profile, self.retriever)
         self._computing = computing(config, self.policy)
         self._free_slots = list(range(config.slots))[::-1]
+        self._open_sessions: set[Session] = set()
         with contextlib.ExitStack() as stack:
             self.client = StoreClient.connect(
                 str(config.socket), str(config.broker), config.name, broker_timeout_s=config.answer_s
@@ -203,8 +204,12 @@ class Engine:
         """One token of each session; float32 logits [B, vocab]. First seals tails that have grown long enough.
 
         A seal that the store has no room for is tried again at later steps, as long as the tail has room itself.
-        After an error no session has taken its token.
+        After an error no session has taken its token. ValueError for a closed session, and for one that stands twice.
         """
+        if len(set(sessions)) != len(sessions):
+            raise ValueError("a session stands twice in one step; it takes one token at a time")
+        if not self._open_sessions.issuperset(sessions):
+            raise ValueError("a session of this step is closed; open another one")
         positions = [session.position for session in sessions]
         if max(positions) >= self.config.context:
             raise StoreError(
@@ -218,18 +223,25 @@ class Engine:
         return logits
 
     def close_session(self, session: Session) -> None:
-        """Unbinds the slot, closes the session in the store, gives the window's memory back. Packs stay stored."""
+        """Unbinds the slot, closes the session in the store, gives the window's memory back. Packs stay stored.
+
+        Idempotent; after an error `give_up` remains."""
+        if session not in self._open_sessions:
+            return
         self.policy.unbind(session.slot)
         self.client.close_session(session.session_id)
-        self._release(session.slot)
+        self._release(session)
 
     def give_up(self, session: Session, error: BaseException) -> None:
         """Closes a session after `error`, which matters more than another one from the clean-up.
 
         A slot that the store may still write to is not used again."""
+        if session not in self._open_sessions:
+            return
         self.policy.unbind(session.slot)
         if clean_up(error, self.client.close_session, session.session_id):
-            self._release(session.slot)
+            self._release(session)
+        self._open_sessions.discard(session)
 
     def index_bytes(self, session: Session) -> int:
         """Of the session's packs: index and record -> token maps."""
@@ -240,13 +252,20 @@ class Engine:
 
     # --- binding ---
 
+    @property
+    def free_slots(self) -> int:
+        """How many more sessions can be opened."""
+        return len(self._free_slots)
+
     def _open(self, growth: int = 0) -> Session:
         if not self._free_slots:
             raise StoreError(
                 "RESOURCE_EXHAUSTED", f"all {self.config.slots} slots are bound: close a session or raise `slots`"
             )
         session_id = self.client.open_session(self.layout, self.config.context)
-        return Session(session_id, self._free_slots.pop(), growth)
+        session = Session(session_id, self._free_slots.pop(), growth)
+        self._open_sessions.add(session)
+        return session
 
     def _bind(self, session: Session) -> None:
         """Gives the slot its window and fetches what a session always holds: sinks, recent tokens, resident heads."""
@@ -275,9 +294,10 @@ class Engine:
         if _malloc_trim is not None:
             _malloc_trim(0)
 
-    def _release(self, slot: int) -> None:
-        self.transport.release(slot * self.slot_bytes, self.slot_bytes)
-        self._free_slots.append(slot)
+    def _release(self, session: Session) -> None:
+        self._open_sessions.discard(session)
+        self.transport.release(session.slot * self.slot_bytes, self.slot_bytes)
+        self._free_slots.append(session.slot)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:

@@ -6,6 +6,8 @@ whole cache. The daemon writes the packs of layer l while layer l+1 computes.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ from decode_worker.pack_writer import PackDraft, PackWriter
 from decode_worker.packs import IndexedPack
 
 CHUNK_TOKENS = 1024
+THREADS = len(os.sched_getaffinity(0))  # its products are large, where those of a decode step are small
 IMPORTANCE_QUERIES = 32
 
 Progress = Callable[[int, int], None]
@@ -34,6 +37,16 @@ class Prefilled:
     last_query: list[torch.Tensor]  # per layer q~ [Hq, d] of the last prompt token
 
 
+@contextlib.contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Prefill:
     """Runs prompts of one model."""
 
@@ -44,6 +57,7 @@ class Prefill:
         self._pack_tokens = pack_tokens
         self._alive = alive
 
+    @_torch_threads(THREADS)
     @torch.inference_mode()
     def run(
         self, session_id: str, ids: Sequence[int], progress: Progress | None = None, compete: bool = False
@@ -63,6 +77,7 @@ class Prefill:
             raise
         return prefilled
 
+    @_torch_threads(THREADS)
     @torch.inference_mode()
     def compute_only(self, ids: Sequence[int]) -> torch.Tensor:
         """The same computation with nothing stored; returns the logits. The rival that a benchmark compares with."""

@@ -8,7 +8,7 @@ from decode_worker.packs import IndexedPack
 from decode_worker.window.geometry import WindowGeometry
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """`tokens` are all that the model has seen; the first `stored` of them lie in `packs`, the rest in the tail.
 

@@ -11,8 +11,8 @@ import torch
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.computing import computing
 from decode_worker.engine.pack_reader import PackReader
-from decode_worker.engine.prefill import Prefill, Prefilled, Progress
-from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates
+from decode_worker.engine.prefill import Prefill, Prefilled, Progress, StoredPrefix, reusable
+from decode_worker.engine.prefix import EXACT, HASH_BLOCK_TOKENS, candidates
 from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
@@ -83,7 +83,9 @@ class Engine:
             self.records, self.retriever, self.client, self.transport, self.catalogue,
             clustered=config.order == "clustered",
         )  # fmt: skip
-        self._prefill = Prefill(self.model, self._writer, self.transport.pack_tokens, self.transport.require_daemon)
+        self._prefill = Prefill(
+            self.model, self.records, self._writer, self.transport.pack_tokens, self.transport.require_daemon
+        )
         self._sealer = Sealer(
             self.records, self.policy, self.transport, self._writer, self.catalogue,
             computing=self._computing, slot_bytes=self.slot_bytes,
@@ -135,13 +137,42 @@ class Engine:
     def _prefill_into(
         self, session: Session, ids: Sequence[int], progress: Progress | None, compete: bool
     ) -> torch.Tensor:
-        prefilled = self._prefill.run(session.session_id, ids, progress, compete)
-        session.packs, session.tokens = prefilled.packs, list(ids)
-        if session.packs:
-            self.client.attach_packs(session.session_id, [pack.ref for pack in session.packs])
+        with self._stored_prefix(session, ids) as prefix:
+            prefilled = self._prefill.run(session.session_id, ids, progress, compete, prefix)
+        if prefilled.packs:
+            self.client.attach_packs(session.session_id, [pack.ref for pack in prefilled.packs])
+        session.packs += prefilled.packs
+        session.tokens = list(ids)
         self._bind(session)
         self._continue_prompt(session, prefilled)
         return prefilled.logits
+
+    @contextlib.contextmanager
+    def _stored_prefix(self, session: Session, ids: Sequence[int]) -> Iterator[StoredPrefix | None]:
+        """What the store has of a prompt, attached, and bound to be read for as long as the block lasts; None if it is
+        too little to save a chunk of prefill."""
+        found = self._look_up(ids[:-1], EXACT)
+        tokens = sum(ref.tokens for ref in found)
+        if not reusable(tokens):
+            yield None
+            return
+        self.client.attach_packs(session.session_id, found)
+        session.packs = self._indexed(session, found)
+        with self._reading(session, found) as reader:
+
+            def read(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+                parts = [reader.read(layer, pack.ref, pack.order) for pack in session.packs]
+                keys, values = (torch.cat(each) for each in zip(*parts, strict=True))
+                return keys, values
+
+            prefix = StoredPrefix(found[-1].pack_id, tokens, read)
+            yield prefix
+        session.reused = prefix.reused
+
+    def _look_up(self, ids: Sequence[int], computing: bytes) -> list[PackRef]:
+        return self.client.lookup_prefix(
+            self.layout.fingerprint, candidates(ids, self.transport.pack_tokens, computing)
+        )
 
     def attach(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
         """Binds a slot to the longest stored prefix of `ids`, without copying. Returns the session and the ids it
@@ -163,8 +194,7 @@ class Engine:
         return session, list(ids[session.stored :])
 
     def _attach_to(self, session: Session, ids: Sequence[int]) -> None:
-        wanted = candidates(ids[:-1], self.transport.pack_tokens, self._computing)
-        found = self.client.lookup_prefix(self.layout.fingerprint, wanted)
+        found = self._look_up(ids[:-1], self._computing)
         if found:
             self.client.attach_packs(session.session_id, found)
         session.packs = self._indexed(session, found)

@@ -18,6 +18,7 @@ class Session:
     session_id: str
     slot: int
     growth: int = 0  # tokens expected behind the prompt
+    reused: int = 0  # of the prompt's tokens: read from the store, not computed
     tokens: list[int] = field(default_factory=list)
     packs: list[IndexedPack] = field(default_factory=list)
     epoch: int = 0

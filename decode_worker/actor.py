@@ -6,19 +6,22 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import signal
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import ray
 
 from decode_worker.config import WorkerConfig
-from decode_worker.worker import PrefillReport, Worker
+from decode_worker.scheduler import Piece, Request
+from decode_worker.worker import CONCURRENCY, PrefillReport, Worker
 from kvstore_service.shared.scratch import Scratch
 
 CLOSE_S = 30.0
@@ -125,7 +128,7 @@ class RemoteWorker:
     def __init__(self, config: WorkerConfig, call_s: float = 3600.0, **options: Any) -> None:
         """options: of the actor, such as num_gpus or scheduling_strategy."""
         self._call_s = call_s
-        self._actor = ray.remote(Worker).options(num_cpus=1, max_concurrency=2, **options).remote(config)
+        self._actor = ray.remote(Worker).options(num_cpus=1, max_concurrency=CONCURRENCY, **options).remote(config)
 
     def __getattr__(self, name: str) -> Any:
         return functools.partial(self._call, name)
@@ -145,9 +148,33 @@ class RemoteWorker:
         report: PrefillReport = self._call("prefill_document", ids, meanwhile=ask)
         return report
 
-    def _call(self, name: str, *args: Any, meanwhile: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
+    def generate(self, request: Request) -> Iterator[Piece]:
+        """As Worker's; several threads may generate at once. Closing the iterator cancels the request."""
+        request = replace(request, key=request.key or secrets.token_hex(8))
+        answers = self._actor.generate.remote(request)
         try:
-            return self._result(getattr(self._actor, name).remote(*args, **kwargs), name, meanwhile)
+            while True:
+                with self._explaining("generate"):
+                    self._wait(answers, "generate")
+                    try:
+                        answer = next(answers)
+                    except StopIteration:
+                        return
+                    piece: Piece = ray.get(answer)
+                yield piece
+        finally:
+            self._actor.cancel.remote(request.key)
+
+    def _call(self, name: str, *args: Any, meanwhile: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
+        with self._explaining(name):
+            answer = getattr(self._actor, name).remote(*args, **kwargs)
+            self._wait(answer, name, meanwhile)
+            return ray.get(answer)
+
+    @contextlib.contextmanager
+    def _explaining(self, name: str) -> Iterator[None]:
+        try:
+            yield
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except ray.exceptions.RayActorError as error:
@@ -157,12 +184,12 @@ class RemoteWorker:
                 f"the decode worker died in {name} (killed, or out of memory?); --no-ray runs it in this process"
             ) from error
 
-    def _result(self, answer: Any, name: str, meanwhile: Callable[[], None]) -> Any:
+    def _wait(self, answer: Any, name: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Ray's own word for a server of it that died comes after a minute, and ends this process."""
         deadline = time.monotonic() + self._call_s
         while (server := _dead_server()) is None:
-            if ray.wait([answer], timeout=TICK_S)[0]:
-                return ray.get(answer)
+            if ray.wait([answer], timeout=TICK_S, fetch_local=False)[0]:
+                return
             meanwhile()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the decode worker was in {name} for more than {self._call_s:.0f} s")

@@ -129,6 +129,10 @@ def _parser() -> argparse.ArgumentParser:
         "--top-k", type=_natural, default=0, metavar="N", help="draw from the N likeliest tokens (default: 0, all)"
     )
     generate.add_argument(
+        "--stop", type=_checked(_some_text), action="append", default=[], metavar="TEXT",
+        help="end before this text; may be given several times (default: none)",
+    )  # fmt: skip
+    generate.add_argument(
         "--private", action="store_true", help="start a daemon of its own instead of using the node's"
     )
     generate.set_defaults(run=_generate)
@@ -156,9 +160,11 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.top_k, config.seed)
     started = time.monotonic()
-    produced = run(config, arguments.prompt_file, arguments.new_tokens, sampling, private=arguments.private)
-    # Generation stops early for this one reason only.
-    ended = "" if produced == arguments.new_tokens else "; then the model ended the text (its end-of-sequence token)"
+    produced = run(
+        config, arguments.prompt_file, arguments.new_tokens, sampling, arguments.stop, private=arguments.private
+    )
+    early = "at a stop text or " if arguments.stop else ""
+    ended = "" if produced == arguments.new_tokens else f"; then the text ended ({early}at its end-of-sequence token)"
     print(f"\n{produced} tokens in {time.monotonic() - started:.1f} s{ended}", file=sys.stderr)
 
 
@@ -179,6 +185,12 @@ def _share(text: str) -> float:
         if (share := number(0, 1)(text)) > 0:
             return share
     raise ValueError("write a number above 0, at most 1")
+
+
+def _some_text(text: str) -> str:
+    if not text:
+        raise ValueError("write the text that ends the generation")
+    return text
 
 
 _positive = _checked(count(1, 1 << 24))

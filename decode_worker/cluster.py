@@ -14,7 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from decode_worker.config import DEFAULTS, KEYS, ConfigError, WorkerConfig
-from decode_worker.worker import Worker
+from decode_worker.worker import CONCURRENCY, Worker
 from kvstore_service.shared.settings import Parser, add_flags
 
 NAMESPACE = "headgate"
@@ -38,7 +38,7 @@ def place_workers(config: WorkerConfig) -> list[str]:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=1,
-            max_concurrency=2,
+            max_concurrency=CONCURRENCY,
             max_restarts=-1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )

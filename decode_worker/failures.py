@@ -30,6 +30,13 @@ def refused_for_now(error: StoreError) -> bool:
     return error.code == "RESOURCE_EXHAUSTED" or (error.code == "UNAVAILABLE" and error.retry_after_s is not None)
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether the store is gone or silent, so that what it was asked for another session would fail as well."""
+    if isinstance(error, StoreError):
+        return error.code in _LOST and not refused_for_now(error)
+    return isinstance(error, _native.RingError)
+
+
 def prefix_changed(error: BaseException) -> bool:
     """Whether a new lookup finds another, shorter prefix, without what this error was about."""
     return isinstance(error, StoreError) and error.code in _STALE_PREFIX

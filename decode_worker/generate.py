@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from decode_worker.config import WorkerConfig
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import Tokenizer
+from decode_worker.scheduler import Request
 from decode_worker.worker import Worker
 from kvstore_service.client import StoreClient, StoreError
 from kvstore_service.client.private import PrivateDaemon
@@ -24,7 +26,9 @@ from kvstore_service.shared.types import format_size
 PROMPT_BYTES_MAX = 256 << 20
 
 
-def run(config: WorkerConfig, prompt_file: Path, new_tokens: int, sampling: Sampling, private: bool) -> int:
+def run(
+    config: WorkerConfig, prompt_file: Path, new_tokens: int, sampling: Sampling, stop: Sequence[str], private: bool
+) -> int:
     """Prints text as it comes; returns the number of tokens. Raises ValueError, StoreError, CheckpointError,
     OSError."""
     ids = _encode(config, prompt_file, new_tokens)
@@ -36,7 +40,7 @@ def run(config: WorkerConfig, prompt_file: Path, new_tokens: int, sampling: Samp
         else:
             _require_daemon(config)
         worker = stack.enter_context(contextlib.closing(Worker(config)))
-        return _stream(worker, ids, new_tokens, sampling)
+        return _stream(worker, Request(ids, new_tokens, sampling, stop=tuple(stop)))
 
 
 def _encode(config: WorkerConfig, prompt_file: Path, new_tokens: int) -> list[int]:
@@ -71,22 +75,20 @@ def _require_daemon(config: WorkerConfig) -> None:
         raise StoreError(error.code, f"{error.message}; {fix}") from error
 
 
-def _stream(worker: Worker, ids: list[int], new_tokens: int, sampling: Sampling) -> int:
+def _stream(worker: Worker, request: Request) -> int:
     columns = (TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    count, pieces = 0, worker.text_stream()
+    count = 0
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task("prefill", total=None)
-        tokens = worker.generate(
-            ids, new_tokens, sampling, lambda done, total: bar.update(row, completed=done, total=total)
-        )
-        first = next(tokens, None)
+        pieces = worker.generate(request, lambda done, total: bar.update(row, completed=done, total=total))
+        first = next(pieces, None)
     try:
-        for token in itertools.chain([] if first is None else [first], tokens):
-            count += 1
-            print(pieces.push(token), end="", flush=True)
+        for piece in itertools.chain([] if first is None else [first], pieces):
+            count += piece.token is not None
+            print(piece.text, end="", flush=True)
     finally:
-        print(pieces.finish(), flush=True)
+        print(flush=True)
     return count
 
 

@@ -66,6 +66,8 @@ class Transport:
         self.staging = np.frombuffer(self._staging_map, dtype=np.uint8)
         self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
         self._posted: deque[int] = deque()  # bulk tickets that nobody has collected
+        self._ended: deque[NDArray[np.uint32]] = deque()  # answers to bulk tickets before these
+        self._next_seq = 0
         memory.close()
         client.serve_rings()
         client.guard(self.require_daemon)
@@ -87,24 +89,37 @@ class Transport:
         self.settle()
         for ticket in tickets:
             self.post(ticket)
-        while self._posted:
+        while self._posted or self._ended:
             self.collect()
 
     def post(self, ticket: Ticket) -> None:
-        """Posts one bulk ticket; collects the oldest first if the ring is full."""
-        if len(self._posted) == self.bulk.tickets:
-            self.collect()
-        seq = self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs, self.wait_us)
-        self._posted.append(seq)
+        """Posts one bulk ticket, whose end somebody collects."""
+        self._posted.append(self._post(ticket))
 
     def collect(self) -> None:
-        """Returns when the oldest bulk ticket is done. StoreError if a run of it failed."""
-        raise_for_status(self.bulk.wait(self._posted.popleft(), self.wait_us))
+        """Returns when the oldest posted ticket is done. StoreError if a run of it failed."""
+        raise_for_status(self._ended.popleft() if self._ended else self._await_oldest())
+
+    def fetch(self, ticket: Ticket) -> None:
+        """Posts one bulk ticket and returns when it is done, whatever else is under way. StoreError if a run failed."""
+        raise_for_status(self.bulk.wait(self._post(ticket), self.wait_us))
 
     def settle(self) -> None:
         """Waits for bulk tickets that a failed call left behind, whatever became of them."""
+        self._ended.clear()
         while self._posted:
-            self.bulk.wait(self._posted.popleft(), self.wait_us)
+            self._await_oldest()
+
+    def _post(self, ticket: Ticket) -> int:
+        """A ring takes a ticket once the one that many before it has been collected."""
+        while self._posted and self._next_seq - self._posted[0] >= self.bulk.tickets:
+            self._ended.append(self._await_oldest())
+        seq = self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs, self.wait_us)
+        self._next_seq = seq + 1
+        return seq
+
+    def _await_oldest(self) -> NDArray[np.uint32]:
+        return self.bulk.wait(self._posted.popleft(), self.wait_us)
 
     def close(self) -> None:
         self.decode.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,11 @@ from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.session import Session
 from decode_worker.failures import explained
-from decode_worker.model.sampling import Sampler, Sampling
-from decode_worker.model.tokenizer import TextStream
 from decode_worker.model.transformer import Transformer
+from decode_worker.scheduler import Piece, Request, Scheduler
 from kvstore_service.client import AdminClient, StoreError
 
-PREFILL_THREADS = len(os.sched_getaffinity(0))
+CONCURRENCY = 64  # calls that an actor of a worker takes at a time; what they ask for waits for slots
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,14 @@ class Footprint:
 
 
 class Worker:
-    """One engine at a time over a model that is loaded once. Not thread-safe."""
+    """One engine at a time over a model that is loaded once. Thread-safe: one call computes at a time, but for the
+    steps of `generate`, which take all its callers along."""
 
     def __init__(self, config: WorkerConfig) -> None:
         # A decode step's products are small: more threads than the kernels get only take cores from the daemon.
         torch.set_num_threads(config.threads)
-        self._engine = _joined(config, None)
+        self._lock = threading.RLock()  # of the engine
+        self._join(config, None)
         self._admin: AdminClient | None = None
         self._may_administer = True
         self._footprint: Footprint | None = None
@@ -77,14 +78,20 @@ class Worker:
 
     def reconfigure(self, **changes: Any) -> None:
         """Replaces the engine by one with other settings (policy, retriever, budget, ...); the model stays loaded."""
-        config, model = self._engine.config, self._engine.model
-        self._engine.close()
-        self._footprint = None
-        self._engine = _joined(replace(config, **changes), model)
+        with self._lock:
+            if self._scheduler.busy:
+                raise ValueError("the worker is generating; other settings need an idle one")
+            config, model = self._engine.config, self._engine.model
+            self._engine.close()
+            self._footprint = None
+            self._join(replace(config, **changes), model)
 
-    def text_stream(self) -> TextStream:
-        """Turns generated token ids into text as they come."""
-        return self._engine.tokenizer.stream()
+    def _join(self, config: WorkerConfig, model: Transformer | None) -> None:
+        try:
+            self._engine = Engine(config, model)
+        except StoreError as error:
+            raise explained(error, config, None) from error
+        self._scheduler = Scheduler(self._engine, self._engine.tokenizer.stream, self._lock)
 
     def encode(self, text: str) -> list[int]:
         return self._engine.tokenizer.encode(text)
@@ -101,9 +108,8 @@ class Worker:
                 progress(done, total)
 
         started = time.monotonic()
-        with self._explaining():
-            with _torch_threads(PREFILL_THREADS):
-                session, _ = self._engine.prefill(ids, show)
+        with self._using():
+            session, _ = self._engine.prefill(ids, show)
             seconds = time.monotonic() - started
             stored = session.stored
             self._engine.close_session(session)
@@ -112,9 +118,8 @@ class Worker:
     def prefill_speed(self, ids: Sequence[int], stored: bool) -> float:
         """Tokens/s of computing a prompt, with its packs written and committed or with nothing kept."""
         started = time.monotonic()
-        with self._explaining():
-            with _torch_threads(PREFILL_THREADS):
-                session = self._engine.prefill(ids)[0] if stored else self._engine.compute_only(ids)
+        with self._using():
+            session = self._engine.prefill(ids)[0] if stored else self._engine.compute_only(ids)
             seconds = time.monotonic() - started
             if isinstance(session, Session):
                 self._engine.close_session(session)
@@ -122,11 +127,14 @@ class Worker:
 
     def answer(self, document: Sequence[int], question: Sequence[int], new_tokens: int) -> Answer:
         """Asks one question of a stored document in a fresh session: one decode step per question and answer token."""
-        began = time.monotonic()
-        with self._explaining():
+        with self._using():
+            began = time.monotonic()
             session, rest = self._engine.attach([*document, *question])
-        bind_s = time.monotonic() - began
-        with self._explaining(), self._closing(session):
+            bind_s = time.monotonic() - began
+            return self._answer(session, rest, new_tokens, bind_s)
+
+    def _answer(self, session: Session, rest: Sequence[int], new_tokens: int, bind_s: float) -> Answer:
+        with self._closing(session):
             before, moved, started = self._io(), self._engine.policy.counters.records_moved, time.monotonic()
             tokens = list(self._greedy(session, rest, new_tokens))
             seconds = time.monotonic() - started
@@ -151,28 +159,20 @@ class Worker:
             raise ValueError("no session has run with the present settings yet")
         return self._footprint
 
-    def generate(
-        self,
-        ids: Sequence[int],
-        new_tokens: int,
-        sampling: Sampling,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Iterator[int]:
-        """Prefills a prompt and yields its continuation until `new_tokens` or an end-of-sequence token."""
-        with self._explaining(), _torch_threads(PREFILL_THREADS):
-            session, logits = self._engine.prefill(ids, progress, growth=new_tokens)
-        sampler = Sampler([sampling])
-        with self._explaining(), self._closing(session):
-            for produced in range(new_tokens):
-                token = int(sampler.next(logits[None])[0])
-                if token in self._engine.tokenizer.eos_ids:
-                    return
-                yield token
-                if produced + 1 < new_tokens:
-                    logits = self._engine.step([session], [token])[0]
+    def generate(self, request: Request, progress: Callable[[int, int], None] | None = None) -> Iterator[Piece]:
+        """Continues a prompt until `new_tokens`, one of its stops or an end-of-sequence token. Requests of several
+        threads are decoded together, as many at a time as there are slots; closing the iterator cancels its own."""
+        request = replace(request, stop_ids=request.stop_ids | self._engine.tokenizer.eos_ids)
+        with self._explaining():
+            yield from self._scheduler.stream(self._scheduler.submit(request, progress))
+
+    def cancel(self, key: str) -> None:
+        """Ends the generation whose request has this key; nothing if there is none."""
+        self._scheduler.cancel_key(key)
 
     def close(self) -> None:
-        self._engine.close()
+        with self._lock:
+            self._engine.close()
         if self._admin is not None:
             self._admin.close()
 
@@ -185,6 +185,12 @@ class Worker:
             self._engine.give_up(session, error)
             raise
         self._engine.close_session(session)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """The engine, for one thread alone."""
+        with self._lock, self._explaining():
+            yield
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -228,23 +234,6 @@ class Worker:
             self._may_administer = False
             return None, None
         return status.counters["nvme_read_bytes"], _proc_read_bytes(status.pid)
-
-
-def _joined(config: WorkerConfig, model: Transformer | None) -> Engine:
-    try:
-        return Engine(config, model)
-    except StoreError as error:
-        raise explained(error, config, None) from error
-
-
-@contextlib.contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _proc_read_bytes(pid: int) -> int | None:

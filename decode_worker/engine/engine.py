@@ -11,8 +11,8 @@ import torch
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.computing import computing
 from decode_worker.engine.pack_reader import PackReader
-from decode_worker.engine.prefill import Prefill, Prefilled, Progress
-from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates
+from decode_worker.engine.prefill import Prefill, Prefilled, Progress, StoredPrefix, reusable
+from decode_worker.engine.prefix import EXACT, HASH_BLOCK_TOKENS, candidates
 from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
@@ -69,6 +69,7 @@ class Engine:
         self.policy = make_policy(config, shape, self.records, profile, self.retriever)
         self._computing = computing(config, self.policy)
         self._free_slots = list(range(config.slots))[::-1]
+        self._open_sessions: set[Session] = set()
         with contextlib.ExitStack() as stack:
             self.client = StoreClient.connect(
                 str(config.socket), str(config.broker), config.name, broker_timeout_s=config.answer_s
@@ -82,7 +83,9 @@ class Engine:
             self.records, self.retriever, self.client, self.transport, self.catalogue,
             clustered=config.order == "clustered",
         )  # fmt: skip
-        self._prefill = Prefill(self.model, self._writer, self.transport.pack_tokens, self.transport.require_daemon)
+        self._prefill = Prefill(
+            self.model, self.records, self._writer, self.transport.pack_tokens, self.transport.require_daemon
+        )
         self._sealer = Sealer(
             self.records, self.policy, self.transport, self._writer, self.catalogue,
             computing=self._computing, slot_bytes=self.slot_bytes,
@@ -134,13 +137,42 @@ class Engine:
     def _prefill_into(
         self, session: Session, ids: Sequence[int], progress: Progress | None, compete: bool
     ) -> torch.Tensor:
-        prefilled = self._prefill.run(session.session_id, ids, progress, compete)
-        session.packs, session.tokens = prefilled.packs, list(ids)
-        if session.packs:
-            self.client.attach_packs(session.session_id, [pack.ref for pack in session.packs])
+        with self._stored_prefix(session, ids) as prefix:
+            prefilled = self._prefill.run(session.session_id, ids, progress, compete, prefix)
+        if prefilled.packs:
+            self.client.attach_packs(session.session_id, [pack.ref for pack in prefilled.packs])
+        session.packs += prefilled.packs
+        session.tokens = list(ids)
         self._bind(session)
         self._continue_prompt(session, prefilled)
         return prefilled.logits
+
+    @contextlib.contextmanager
+    def _stored_prefix(self, session: Session, ids: Sequence[int]) -> Iterator[StoredPrefix | None]:
+        """What the store has of a prompt, attached, and bound to be read for as long as the block lasts; None if it is
+        too little to save a chunk of prefill."""
+        found = self._look_up(ids[:-1], EXACT)
+        tokens = sum(ref.tokens for ref in found)
+        if not reusable(tokens):
+            yield None
+            return
+        self.client.attach_packs(session.session_id, found)
+        session.packs = self._indexed(session, found)
+        with self._reading(session, found) as reader:
+
+            def read(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+                parts = [reader.read(layer, pack.ref, pack.order) for pack in session.packs]
+                keys, values = (torch.cat(each) for each in zip(*parts, strict=True))
+                return keys, values
+
+            prefix = StoredPrefix(found[-1].pack_id, tokens, read)
+            yield prefix
+        session.reused = prefix.reused
+
+    def _look_up(self, ids: Sequence[int], computing: bytes) -> list[PackRef]:
+        return self.client.lookup_prefix(
+            self.layout.fingerprint, candidates(ids, self.transport.pack_tokens, computing)
+        )
 
     def attach(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
         """Binds a slot to the longest stored prefix of `ids`, without copying. Returns the session and the ids it
@@ -162,8 +194,7 @@ class Engine:
         return session, list(ids[session.stored :])
 
     def _attach_to(self, session: Session, ids: Sequence[int]) -> None:
-        wanted = candidates(ids[:-1], self.transport.pack_tokens, self._computing)
-        found = self.client.lookup_prefix(self.layout.fingerprint, wanted)
+        found = self._look_up(ids[:-1], self._computing)
         if found:
             self.client.attach_packs(session.session_id, found)
         session.packs = self._indexed(session, found)
@@ -203,8 +234,12 @@ class Engine:
         """One token of each session; float32 logits [B, vocab]. First seals tails that have grown long enough.
 
         A seal that the store has no room for is tried again at later steps, as long as the tail has room itself.
-        After an error no session has taken its token.
+        After an error no session has taken its token. ValueError for a closed session, and for one that stands twice.
         """
+        if len(set(sessions)) != len(sessions):
+            raise ValueError("a session stands twice in one step; it takes one token at a time")
+        if not self._open_sessions.issuperset(sessions):
+            raise ValueError("a session of this step is closed; open another one")
         positions = [session.position for session in sessions]
         if max(positions) >= self.config.context:
             raise StoreError(
@@ -218,18 +253,25 @@ class Engine:
         return logits
 
     def close_session(self, session: Session) -> None:
-        """Unbinds the slot and closes the session in the store. Packs stay stored."""
+        """Unbinds the slot and closes the session in the store. Packs stay stored.
+
+        Idempotent; after an error `give_up` remains."""
+        if session not in self._open_sessions:
+            return
         self.policy.unbind(session.slot)
         self.client.close_session(session.session_id)
-        self._free_slots.append(session.slot)
+        self._release(session)
 
     def give_up(self, session: Session, error: BaseException) -> None:
         """Closes a session after `error`, which matters more than another one from the clean-up.
 
         A slot that the store may still write to is not used again."""
+        if session not in self._open_sessions:
+            return
         self.policy.unbind(session.slot)
         if clean_up(error, self.client.close_session, session.session_id):
-            self._free_slots.append(session.slot)
+            self._release(session)
+        self._open_sessions.discard(session)
 
     def index_bytes(self, session: Session) -> int:
         """Of the session's packs: index and record -> token maps."""
@@ -240,13 +282,20 @@ class Engine:
 
     # --- binding ---
 
+    @property
+    def free_slots(self) -> int:
+        """How many more sessions can be opened."""
+        return len(self._free_slots)
+
     def _open(self, growth: int = 0) -> Session:
         if not self._free_slots:
             raise StoreError(
                 "RESOURCE_EXHAUSTED", f"all {self.config.slots} slots are bound: close a session or raise `slots`"
             )
         session_id = self.client.open_session(self.layout, self.config.context)
-        return Session(session_id, self._free_slots.pop(), growth)
+        session = Session(session_id, self._free_slots.pop(), growth)
+        self._open_sessions.add(session)
+        return session
 
     def _bind(self, session: Session) -> None:
         """Gives the slot its window and fetches what a session always holds: sinks, recent tokens, resident heads."""
@@ -273,6 +322,10 @@ class Engine:
         """Returns what prefill alone needed. The C library keeps freed layers of a long prompt for itself otherwise."""
         if _malloc_trim is not None:
             _malloc_trim(0)
+
+    def _release(self, session: Session) -> None:
+        self._open_sessions.discard(session)
+        self._free_slots.append(session.slot)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:

@@ -2,10 +2,16 @@
 
 All chunks of a layer run before the next layer, so the worker holds hidden states and the KV of one layer, never the
 whole cache. The daemon writes the packs of layer l while layer l+1 computes.
+
+What the store has of a prompt is read, layer by layer, and the rest attends to it. Chunks start at multiples of
+CHUNK_TOKENS and attend to K and V as they are stored, so that the logits behind a stored prefix that a prefill wrote
+are bit-equal to those of computing it all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,17 +22,37 @@ from decode_worker.model.attention import causal_attention
 from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import PackDraft, PackWriter
 from decode_worker.packs import IndexedPack
+from decode_worker.records import RecordFormat
 
 CHUNK_TOKENS = 1024
+THREADS = len(os.sched_getaffinity(0))  # its products are large, where those of a decode step are small
 IMPORTANCE_QUERIES = 32
 
 Progress = Callable[[int, int], None]
 
 
+def reusable(stored: int) -> int:
+    """How many of a prompt's first tokens need not be computed where `stored` of them are."""
+    return stored // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+@dataclass(frozen=True)
+class StoredPrefix:
+    """Packs that a prompt starts with. `read(layer)`: their K, V [tokens, H, d] in token order, `tokens` in all."""
+
+    parent: bytes  # the last pack's id
+    tokens: int
+    read: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def reused(self) -> int:
+        return reusable(self.tokens)
+
+
 @dataclass
 class Prefilled:
-    """A computed prompt: what is stored, the logits after its last token, and what the first decode step starts
-    from."""
+    """A computed prompt: the packs behind its stored prefix, the logits after its last token, and what the first
+    decode step starts from."""
 
     packs: list[IndexedPack]
     logits: torch.Tensor  # float32 [vocab]
@@ -34,28 +60,53 @@ class Prefilled:
     last_query: list[torch.Tensor]  # per layer q~ [Hq, d] of the last prompt token
 
 
+@contextlib.contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Prefill:
     """Runs prompts of one model."""
 
-    def __init__(self, model: Transformer, writer: PackWriter, pack_tokens: int, alive: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        records: RecordFormat,
+        writer: PackWriter,
+        pack_tokens: int,
+        alive: Callable[[], None],
+    ) -> None:
         """`alive` raises when nobody would take what is computed any more; asked in every chunk."""
         self._model = model
+        self._records = records
         self._writer = writer
         self._pack_tokens = pack_tokens
         self._alive = alive
 
+    @_torch_threads(THREADS)
     @torch.inference_mode()
     def run(
-        self, session_id: str, ids: Sequence[int], progress: Progress | None = None, compete: bool = False
+        self,
+        session_id: str,
+        ids: Sequence[int],
+        progress: Progress | None = None,
+        compete: bool = False,
+        prefix: StoredPrefix | None = None,
     ) -> Prefilled:
-        """Computes all of `ids` (at least one) and commits the packs that the store does not have yet.
+        """Computes all of `ids` (at least one behind `prefix`) and commits the packs that the store does not have yet.
 
         What another worker is writing is left to it, unless `compete`; LeftAlone if that worker does not commit it."""
-        wanted = reservations(ids, self._pack_tokens)
+        behind = (prefix.tokens, prefix.parent) if prefix else ()
+        wanted = reservations(ids, self._pack_tokens, *behind)
         drafts = self._writer.reserve(session_id, wanted, compete)
         try:
             spans = [slice(r.first_token, r.first_token + r.tokens) for r in wanted]
-            prefilled = self._compute(ids, list(zip(drafts, spans, strict=True)), progress)
+            prefilled = self._compute(ids, list(zip(drafts, spans, strict=True)), progress, prefix)
             self._writer.flush()
             prefilled.packs = self._writer.commit(session_id, drafts)
         except BaseException as error:
@@ -63,28 +114,30 @@ class Prefill:
             raise
         return prefilled
 
+    @_torch_threads(THREADS)
     @torch.inference_mode()
     def compute_only(self, ids: Sequence[int]) -> torch.Tensor:
         """The same computation with nothing stored; returns the logits. The rival that a benchmark compares with."""
-        return self._compute(ids, [], None, keep_rest=False).logits
+        return self._compute(ids, [], None, None, keep_rest=False).logits
 
     def _compute(
         self,
         ids: Sequence[int],
         drafts: list[tuple[PackDraft, slice]],
         progress: Progress | None,
+        prefix: StoredPrefix | None,
         keep_rest: bool = True,
     ) -> Prefilled:
         model = self._model
-        stored = drafts[-1][1].stop if drafts else 0
+        stored = drafts[-1][1].stop if drafts else prefix.tokens if prefix else 0
         positions = torch.arange(len(ids))
-        x = model.embed(torch.tensor(ids))
+        x = model.embed(torch.tensor(ids[prefix.reused if prefix else 0 :]))
         result = Prefilled([], torch.empty(0), [], [])
         before = x[-1:]  # the input of the layer before: what a speculative query is made from
         for layer in range(model.config.layers):
             result.last_query.append(model.query(layer, before, positions[-1:])[0])
             before = x[-1:]
-            keys, values, queries, x = self._layer(layer, x, positions, progress)
+            keys, values, queries, x = self._layer(layer, x, positions, progress, prefix)
             if keep_rest:
                 result.rest.append((keys[stored:].clone(), values[stored:].clone()))
             if drafts:
@@ -95,28 +148,38 @@ class Prefill:
         return result
 
     def _layer(
-        self, layer: int, x: torch.Tensor, positions: torch.Tensor, progress: Progress | None
+        self,
+        layer: int,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        progress: Progress | None,
+        prefix: StoredPrefix | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One layer over the whole prompt: K, V [T, H, d], the last queries [n, Hq, d], and the next layer's x.
+        """One layer over the prompt's last len(x) tokens: K, V [T, H, d] of all, the last queries [n, Hq, d], and the
+        next layer's x.
 
         Of the last layer only the last token's output is ever used.
         """
-        config, tokens = self._model.config, len(x)
+        config, tokens, before = self._model.config, len(positions), len(positions) - len(x)
         shape = (tokens, config.kv_heads, config.head_dim)
         keys, values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
+        if prefix is not None and before > 0:
+            stored_keys, stored_values = prefix.read(layer)
+            keys[:before], values[:before] = stored_keys[:before], stored_values[:before]
         last_layer = layer == config.layers - 1
         queries = torch.empty(0, config.q_heads, config.head_dim, dtype=x.dtype)
         out = x[-1:] if last_layer else torch.empty_like(x)
-        for first, chunk in _chunks(x):
+        for offset, chunk in _chunks(x):
             self._alive()
-            end = first + len(chunk)
-            q, keys[first:end], values[first:end] = self._model.qkv(layer, chunk, positions[first:end])
+            first, end = before + offset, before + offset + len(chunk)
+            q, k, v = self._model.qkv(layer, chunk, positions[first:end])
+            keys[first:end], values[first:end] = k.to(self._records.torch_dtype), v.to(self._records.torch_dtype)
             queries = torch.cat((queries, q[-IMPORTANCE_QUERIES:]))[-IMPORTANCE_QUERIES:]
             if not last_layer:
                 attention = causal_attention(q, keys[:end], values[:end], first, self._model.scale)
-                out[first:end] = self._model.finish(layer, chunk, attention)
+                out[offset : offset + len(chunk)] = self._model.finish(layer, chunk, attention)
             if progress is not None:
-                progress(layer * tokens + end, config.layers * tokens)
+                progress(layer * len(x) + end - before, config.layers * len(x))
         if last_layer:
             attention = causal_attention(queries[-1:], keys, values, tokens - 1, self._model.scale)
             out = self._model.finish(layer, x[-1:], attention)

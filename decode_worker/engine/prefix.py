@@ -7,6 +7,7 @@ sparse session carries that session's settings (engine/computing.py), so nobody 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,18 +25,21 @@ def token_digest(ids: Sequence[int], computing: bytes = EXACT) -> bytes:
     return hashlib.sha256(tag + np.asarray(ids, dtype="<u4").tobytes()).digest()
 
 
-def pack_bounds(tokens: int, pack_tokens: int) -> list[tuple[int, int]]:
-    """(first token, tokens) of the packs that hold a prompt's whole hash blocks; the rest belongs to the tail."""
-    stored = tokens // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
-    return [(first, min(pack_tokens, stored - first)) for first in range(0, stored, pack_tokens)]
+def pack_bounds(tokens: int, pack_tokens: int, stored: int = 0) -> list[tuple[int, int]]:
+    """(first token, tokens) of the packs that hold a prompt's whole hash blocks behind `stored` tokens; the rest
+    belongs to the tail. Packs end at multiples of `pack_tokens`, wherever the first of them starts."""
+    end = tokens // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
+    starts = [stored, *range((stored // pack_tokens + 1) * pack_tokens, end, pack_tokens)] if stored < end else []
+    return [(first, stop - first) for first, stop in itertools.pairwise([*starts, end])]
 
 
-def reservations(ids: Sequence[int], pack_tokens: int) -> list[PackReservation]:
-    """The chain of packs that a prefill of `ids` writes."""
-    bounds = pack_bounds(len(ids), pack_tokens)
+def reservations(
+    ids: Sequence[int], pack_tokens: int, stored: int = 0, parent: bytes = NO_PARENT
+) -> list[PackReservation]:
+    """The chain of packs that a prefill of `ids` writes behind `stored` tokens, the last of which `parent` holds."""
     return [
-        PackReservation(first, count, token_digest(ids[first : first + count]), parent=NO_PARENT if first == 0 else b"")
-        for first, count in bounds
+        PackReservation(first, count, token_digest(ids[first : first + count]), parent if first == stored else b"")
+        for first, count in pack_bounds(len(ids), pack_tokens, stored)
     ]
 
 

@@ -8,7 +8,7 @@ from decode_worker.packs import IndexedPack
 from decode_worker.window.geometry import WindowGeometry
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """`tokens` are all that the model has seen; the first `stored` of them lie in `packs`, the rest in the tail.
 
@@ -18,6 +18,7 @@ class Session:
     session_id: str
     slot: int
     growth: int = 0  # tokens expected behind the prompt
+    reused: int = 0  # of the prompt's tokens: read from the store, not computed
     tokens: list[int] = field(default_factory=list)
     packs: list[IndexedPack] = field(default_factory=list)
     epoch: int = 0

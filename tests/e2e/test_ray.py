@@ -1,6 +1,9 @@
 """The Ray actor is a thin shell: the same answers as in process, the same errors, one worker per node."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import ray
 from decode_worker import cluster
 from decode_worker.actor import RemoteWorker, local_ray
 from decode_worker.config import WorkerConfig
+from decode_worker.scheduler import Request
 from decode_worker.worker import Answer, Worker
 from kvstore_service.client import StoreError
 from tests.support.daemon_process import Daemon
@@ -67,3 +71,19 @@ def test_every_node_gets_one_worker(running_ray: None, config: WorkerConfig) -> 
     report = ray.get(actor.prefill_document.remote(document), timeout=60)
     assert report.tokens == 512
     ray.kill(actor)
+
+
+@pytest.mark.timeout(180)
+def test_an_actor_generates_for_several_callers_at_once(running_ray: None, config: WorkerConfig) -> None:
+    requests = [Request(random_ids(200, number), 8) for number in range(4)]
+    with closing(Worker(config)) as local:
+        expected = {number: list(local.generate(request)) for number, request in enumerate(requests)}
+    with RemoteWorker(replace(config, slots=2)) as remote:
+        endless = remote.generate(Request(random_ids(200, 9), 1500))
+        next(endless)
+        endless.close()  # type: ignore[attr-defined]
+        with ThreadPoolExecutor(len(requests)) as pool:
+            together = pool.map(lambda request: list(remote.generate(request)), requests)
+            assert dict(enumerate(together)) == expected
+        with pytest.raises(ValueError, match="empty"):
+            list(remote.generate(Request([], 4)))

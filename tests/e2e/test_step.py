@@ -8,6 +8,7 @@ from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.session import Session
 from decode_worker.model.sampling import Sampling
+from decode_worker.scheduler import Request
 from decode_worker.worker import Worker
 from kvstore_service.client import AdminClient, StoreError
 from tests.support.daemon_process import Daemon
@@ -85,7 +86,9 @@ def test_a_sampled_continuation_is_its_seed_s(daemon: Daemon, checkpoint: Path) 
     prompt = random_ids(700, 73)
     worker = Worker(WorkerConfig(**worker_settings(daemon, checkpoint)))
     try:
-        first, again, other = (list(worker.generate(prompt, 24, Sampling(0.9, 0.95, 0, seed))) for seed in (5, 5, 6))
+        first, again, other = (
+            list(worker.generate(Request(prompt, 24, Sampling(0.9, 0.95, 0, seed)))) for seed in (5, 5, 6)
+        )
     finally:
         worker.close()
     assert first == again, "the second run attaches what the first one stored"

@@ -1,8 +1,7 @@
 """The forward pass of a Llama, Qwen2 or Qwen3 decoder in float32.
 
-Keys (after RoPE) and values are rounded to the storage dtype where they are stored. Attention
-during prefill runs before that and reads the unrounded ones; every decode step reads only stored
-ones, its own token's included. With storage "float32" there is no difference.
+Keys (after RoPE) and values are rounded to the storage dtype before anything attends to them, in prefill
+and in every decode step, its own token's included. With storage "float32" there is no difference.
 """
 
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ PREFILL_ROWS = 256  # queries whose scores are held at once
 class Prefill:
     """What a prompt of T tokens leaves behind."""
 
-    keys: list[np.ndarray]  # per layer, unrounded, [T, H, d]
-    values: list[np.ndarray]  # per layer, unrounded, [T, H, d]
+    keys: list[np.ndarray]  # per layer, rounded, [T, H, d]
+    values: list[np.ndarray]  # per layer, rounded, [T, H, d]
     last_inputs: np.ndarray  # input of every layer at the last token, [layers, hidden]
     logits: np.ndarray  # of the last token, [vocabulary]
 
@@ -28,7 +27,8 @@ class Prefill:
 class Model:
     """Stateless pieces of the forward pass; x is always [T, hidden], positions [T]."""
 
-    def __init__(self, checkpoint_dir: str | Path) -> None:
+    def __init__(self, checkpoint_dir: str | Path, storage: str = "float32") -> None:
+        self.storage = storage
         self.config: Config = read_config(Path(checkpoint_dir))
         self.scale = np.float32(self.config.head_dim**-0.5)
         self._tensors = read_tensors(Path(checkpoint_dir))
@@ -69,7 +69,7 @@ class Model:
         keys, values, last_inputs = [], [], []
         for layer in range(self.config.layers):
             last_inputs.append(x[-1])
-            key, value = self.key_value(layer, x, positions)
+            key, value = (round_to(x, self.storage) for x in self.key_value(layer, x, positions))
             query = self.query(layer, x, positions)
             x = self.finish(layer, x, causal_attention(query, key, value, self.scale))
             keys.append(key)

@@ -75,7 +75,7 @@ class Oracle:
     ) -> None:
         if storage not in ("float32", "bfloat16"):
             raise ValueError(f"storage {storage!r}: use float32 or bfloat16")
-        self.model = Model(checkpoint_dir)
+        self.model = Model(checkpoint_dir, storage)
         config = self.model.config
         shape = Shape(config.layers, config.kv_heads, config.group, config.head_dim)
         if resident is None:

@@ -1,0 +1,266 @@
+"""Continuous batching: requests join and leave one engine between decode steps, a token of each per step."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from decode_worker.failures import is_lost
+from decode_worker.model.sampling import Sampler, Sampling
+from decode_worker.model.tokenizer import TextStream
+from decode_worker.policy.base import TailFull
+from decode_worker.stop_text import StopText
+from kvstore_service.client import StoreError
+
+Session = TypeVar("Session")
+Progress = Callable[[int, int], None]
+
+
+class Engine(Protocol[Session]):
+    """What is scheduled (decode_worker.engine.engine.Engine)."""
+
+    @property
+    def free_slots(self) -> int: ...
+
+    def prefill(self, ids: Sequence[int], progress: Progress | None, growth: int) -> tuple[Session, torch.Tensor]: ...
+
+    def step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> torch.Tensor: ...
+
+    def close_session(self, session: Session) -> None: ...
+
+    def give_up(self, session: Session, error: BaseException) -> None: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue by at most `new_tokens`. `priority`: higher ones are admitted first, equal ones in their
+    order. The text ends before a token of `stop_ids` and before any of the strings `stop`. `key`: its name, by which it
+    can be cancelled."""
+
+    prompt: Sequence[int]
+    new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    priority: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A generated token and the text that can be shown with it; the last piece of a text may have no token."""
+
+    token: int | None
+    text: str
+
+
+class Finish(Enum):
+    LENGTH = "length"  # new_tokens were generated
+    STOP = "stop"  # a stop token or a stop string
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(eq=False)
+class Generation(Generic[Session]):
+    """What has become of a request. Fields are the scheduler's; `finish` is None until it has ended."""
+
+    request: Request
+    stream: TextStream
+    progress: Progress | None
+    sampler: Sampler
+    stop_text: StopText
+    pieces: deque[Piece] = field(default_factory=deque)  # not taken yet
+    produced: int = 0
+    last: int = -1  # the latest token, which no step has processed yet
+    session: Session | None = None
+    finish: Finish | None = None
+    error: Exception | None = None
+
+
+class Scheduler(Generic[Session]):
+    """Runs no thread of its own: whoever waits for a token drives the engine, for everybody. Thread-safe.
+
+    `lock` is held while the engine computes, by whoever else uses the engine too."""
+
+    def __init__(self, engine: Engine[Session], text_stream: Callable[[], TextStream], lock: threading.RLock) -> None:
+        self._lock = lock
+        self._engine = engine
+        self._text_stream = text_stream
+        self._arrivals = itertools.count()
+        self._waiting: list[tuple[int, int, Generation[Session]]] = []
+        self._running: list[Generation[Session]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether any generation has not ended."""
+        return bool(self._waiting or self._running)
+
+    def submit(self, request: Request, progress: Progress | None = None) -> Generation[Session]:
+        """`progress(done, total)` of its prefill is called by whoever drives the engine then."""
+        generation = Generation[Session](
+            request, self._text_stream(), progress, Sampler([request.sampling]), StopText(request.stop)
+        )
+        with self._lock:
+            heapq.heappush(self._waiting, (-request.priority, next(self._arrivals), generation))
+        return generation
+
+    def stream(self, generation: Generation[Session]) -> Iterator[Piece]:
+        """The pieces of one generation as they come; its own error is raised behind them.
+
+        A stream that is closed or interrupted cancels its generation."""
+        try:
+            while True:
+                with self._lock:
+                    while not generation.pieces and generation.finish is None:
+                        self.advance()
+                while generation.pieces:
+                    yield generation.pieces.popleft()
+                if generation.finish is not None:
+                    break
+        except BaseException as error:
+            self.cancel(generation, None if isinstance(error, GeneratorExit) else error)
+            raise
+        if generation.error is not None:
+            raise generation.error
+
+    def advance(self) -> bool:
+        """Admits one request, then makes one step of all that run. False if there was nothing to do."""
+        with self._lock:
+            busy = self.busy
+            self._admit()
+            self._step()
+            return busy
+
+    def cancel(self, generation: Generation[Session], error: BaseException | None = None) -> None:
+        """Ends a generation and frees its slot, whatever it was doing; idempotent. `error`: why it is abandoned."""
+        with self._lock:
+            if generation.finish is not None:
+                return
+            self._waiting = [entry for entry in self._waiting if entry[2] is not generation]
+            heapq.heapify(self._waiting)
+            self._end(generation, Finish.CANCELLED, error)
+
+    def cancel_key(self, key: str) -> None:
+        """Cancels the generation whose request has this key, if it runs or waits; not one without a key."""
+        with self._lock:
+            for generation in [*self._running, *(entry[2] for entry in self._waiting)]:
+                if key and generation.request.key == key:
+                    self.cancel(generation)
+
+    # --- admission ---
+
+    def _admit(self) -> None:
+        # Without a slot and with nobody who could free one the engine says why there is none.
+        while self._waiting and (self._engine.free_slots or not self._running):
+            *_, generation = heapq.heappop(self._waiting)
+            request = generation.request
+            try:
+                generation.session, logits = self._engine.prefill(
+                    request.prompt, generation.progress, request.new_tokens
+                )
+            except BaseException as error:
+                self._fail(generation, error)
+                if not isinstance(error, Exception):
+                    raise
+                continue  # its prompt cost the others nothing
+            self._running.append(generation)
+            self._take(generation, logits)
+            return
+
+    # --- a step ---
+
+    def _step(self) -> None:
+        running = list(self._running)
+        if not running:
+            return
+        try:
+            rows = self._engine.step([_session(g) for g in running], [g.last for g in running])
+        except (StoreError, TailFull) as error:
+            if is_lost(error) or len(running) == 1:
+                self._fail_all(running, error)
+            else:
+                self._step_alone(running)
+            return
+        except BaseException as error:
+            self._fail_all(running, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for generation, logits in zip(running, rows, strict=True):
+            self._take(generation, logits)
+
+    def _step_alone(self, running: Sequence[Generation[Session]]) -> None:
+        """After an error that one of them caused: nobody has taken its token, and the others need not leave."""
+        for generation in running:
+            try:
+                (logits,) = self._engine.step([_session(generation)], [generation.last])
+            except BaseException as error:
+                self._fail(generation, error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                self._take(generation, logits)
+
+    def _take(self, generation: Generation[Session], logits: torch.Tensor) -> None:
+        """Chooses the next token, float32 logits [vocab], and says what of it can be shown."""
+        request = generation.request
+        try:
+            token = int(generation.sampler.next(logits[None])[0])
+        except ValueError as error:
+            self._fail(generation, error)
+            return
+        if token in request.stop_ids:
+            self._end(generation, Finish.STOP)
+            return
+        generation.last = token
+        generation.produced += 1
+        text = generation.stop_text.push(generation.stream.push(token))
+        generation.pieces.append(Piece(token, text))
+        if generation.stop_text.reached:
+            self._end(generation, Finish.STOP)
+        elif generation.produced == request.new_tokens:
+            self._end(generation, Finish.LENGTH)
+
+    # --- ends ---
+
+    def _fail_all(self, running: Sequence[Generation[Session]], error: BaseException) -> None:
+        for generation in running:
+            self._fail(generation, error)
+
+    def _fail(self, generation: Generation[Session], error: BaseException) -> None:
+        generation.error = error if isinstance(error, Exception) else RuntimeError("generation was interrupted")
+        self._end(generation, Finish.FAILED, error)
+
+    def _end(self, generation: Generation[Session], finish: Finish, error: BaseException | None = None) -> None:
+        """Frees the slot. What the store says to that is the generation's error, unless it has a better one."""
+        self._running = [other for other in self._running if other is not generation]
+        session, generation.session = generation.session, None
+        generation.finish = finish
+        if not generation.stop_text.reached:
+            rest = generation.stop_text.push(generation.stream.finish()) + generation.stop_text.finish()
+            if rest:
+                generation.pieces.append(Piece(None, rest))
+        if session is None:
+            return
+        if error is not None:
+            self._engine.give_up(session, error)
+            return
+        try:
+            self._engine.close_session(session)
+        except Exception as closing:
+            generation.error = closing
+            self._engine.give_up(session, closing)
+
+
+def _session(generation: Generation[Session]) -> Session:
+    assert generation.session is not None
+    return generation.session

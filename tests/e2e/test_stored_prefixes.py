@@ -1,0 +1,90 @@
+"""Behind a stored prefix only the rest of a prompt is computed, and its logits are those of all of it, bit by bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from decode_worker.engine import prefill
+from decode_worker.engine.engine import Engine
+from tests.support.daemon_process import Daemon
+
+from .conftest import DaemonFactory, EngineFactory, Expected, greedy, joined, random_ids
+
+STEPS = 8
+CHUNK = 512
+SHARED = [CHUNK - 1, CHUNK + 300, 2 * CHUNK]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", CHUNK)
+
+
+def prefilled(engine: Engine, ids: list[int]) -> tuple[int, torch.Tensor, list[int]]:
+    """(tokens that were not computed, logits, greedy continuation)."""
+    session, logits = engine.prefill(ids)
+    tokens = greedy(engine, session, logits, STEPS)
+    engine.close_session(session)
+    return session.reused, logits, tokens
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("policy", "storage"), [("full", "float32"), ("qsac", "bfloat16")])
+def test_logits_behind_a_stored_prefix_are_those_of_computing_it(
+    daemon: Daemon, checkpoint: Path, policy: str, storage: str
+) -> None:
+    first = random_ids(2 * CHUNK + 350, 1)
+    for number, shared in enumerate(SHARED):
+        second = first[:shared] + random_ids(700, 100 + number)
+        with joined(daemon, checkpoint, policy=policy, storage=storage) as engine:
+            computed = engine.compute_only(second)
+            assert prefilled(engine, first)[0] == (prefill.reusable(len(first)) if number else 0)
+            reused, logits, tokens = prefilled(engine, second)
+            again = prefilled(engine, second)
+        assert reused == prefill.reusable(shared)
+        assert torch.equal(logits, computed), f"{shared} shared: {(logits - computed).abs().max()}"
+        assert again[0] == prefill.reusable(len(second) - 1)
+        assert torch.equal(again[1], computed), f"{shared} shared"
+        assert again[2] == tokens, "the sets that the last prompt token selects are the same ones"
+
+
+@pytest.mark.timeout(120)
+def test_a_reused_prefix_decodes_as_the_oracle_does(engine: EngineFactory, expected: Expected) -> None:
+    prompt = random_ids(CHUNK + 376, 11)
+    worker = engine(policy="qsac")
+    prefilled(worker, prompt[: CHUNK + 256])
+    reused, _, tokens = prefilled(worker, prompt)
+    assert reused == CHUNK
+    assert tokens == expected.tokens(prompt, STEPS, policy="qsac", budget=0.1)
+
+
+@pytest.mark.timeout(120)
+def test_a_prefix_is_the_same_after_a_restart_and_from_nvme(start_daemon: DaemonFactory, checkpoint: Path) -> None:
+    daemon = start_daemon()
+    prompt = random_ids(3 * CHUNK + 100, 7)
+    with joined(daemon, checkpoint) as engine:
+        computed = engine.compute_only(prompt)
+        prefilled(engine, prompt)
+        prefilled(engine, random_ids(3 * CHUNK, 8))  # the tier holds less than this
+        reused, logits, _ = prefilled(engine, prompt)
+        assert (reused, torch.equal(logits, computed)) == (3 * CHUNK, True)
+    daemon.restart()
+    with joined(daemon, checkpoint) as engine:
+        reused, logits, _ = prefilled(engine, prompt)
+        assert (reused, torch.equal(logits, computed)) == (3 * CHUNK, True)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(2))
+def test_prompts_that_share_anything_agree(daemon: Daemon, checkpoint: Path, seed: int) -> None:
+    """Chains of packs of other lengths, written by prompts that ended anywhere."""
+    rng = np.random.default_rng(seed)
+    text = random_ids(3 * CHUNK, 300 + seed)
+    with joined(daemon, checkpoint, context=8192) as engine:
+        for _ in range(4):
+            end = int(rng.integers(1, len(text)))
+            prompt = text[:end] + random_ids(int(rng.integers(1, 600)), int(rng.integers(1 << 30)))
+            reused, logits, _ = prefilled(engine, prompt)
+            assert torch.equal(logits, engine.compute_only(prompt)), (seed, end, reused)

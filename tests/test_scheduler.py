@@ -1,0 +1,308 @@
+"""Requests that share an engine get what each would get alone, whoever joins, leaves, fails or is cancelled."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from decode_worker._native import RingPoisoned
+from decode_worker.model.sampling import Sampling
+from decode_worker.model.tokenizer import TextStream
+from decode_worker.scheduler import Finish, Generation, Piece, Progress, Request, Scheduler
+from decode_worker.stop_text import StopText
+from kvstore_service.client import StoreError
+
+VOCAB = 97
+SLOTS = 3
+
+
+@dataclass(eq=False)
+class Seat:
+    tokens: list[int]
+    open: bool = True
+
+
+@dataclass
+class Pretended:
+    """An engine whose next token is a function of all tokens before; `faults` raise before a step takes any."""
+
+    slots: int = SLOTS
+    faults: list[Callable[[Sequence[Seat]], Exception | None]] = field(default_factory=list)
+    admitted: list[list[int]] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    seats: list[Seat] = field(default_factory=list)
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - sum(seat.open for seat in self.seats)
+
+    def prefill(self, ids: Sequence[int], progress: Progress | None, growth: int) -> tuple[Seat, torch.Tensor]:
+        if not ids:
+            raise ValueError("the prompt is empty")
+        if not self.free_slots:
+            raise StoreError("RESOURCE_EXHAUSTED", "no slot")
+        self.admitted.append(list(ids))
+        self.seats.append(Seat(list(ids)))
+        return self.seats[-1], logits_of(self.seats[-1].tokens)
+
+    def step(self, sessions: Sequence[Seat], tokens: Sequence[int]) -> torch.Tensor:
+        assert len({id(seat) for seat in sessions}) == len(sessions) <= self.slots
+        assert all(seat.open for seat in sessions)
+        for fault in self.faults:
+            if (error := fault(sessions)) is not None:
+                raise error
+        self.batches.append(len(sessions))
+        for seat, token in zip(sessions, tokens, strict=True):
+            seat.tokens.append(token)
+        return torch.stack([logits_of(seat.tokens) for seat in sessions])
+
+    def close_session(self, session: Seat) -> None:
+        session.open = False
+
+    def give_up(self, session: Seat, error: BaseException) -> None:
+        session.open = False
+
+
+def logits_of(tokens: Sequence[int]) -> torch.Tensor:
+    """Several likely tokens, other ones for every sequence."""
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(hash(tuple(tokens)) % (1 << 62)))
+
+
+class Words(TextStream):
+    """Token 17 is the text `17 `."""
+
+    def __init__(self) -> None:
+        pass
+
+    def push(self, token: int) -> str:
+        return f"{token} "
+
+    def finish(self) -> str:
+        return ""
+
+
+def scheduler_of(engine: Pretended) -> Scheduler[Seat]:
+    return Scheduler(engine, Words, threading.RLock())
+
+
+def run_out(scheduler: Scheduler[Seat]) -> None:
+    while scheduler.advance():
+        pass
+
+
+def tokens_of(generation: Generation[Seat]) -> list[int]:
+    return [piece.token for piece in generation.pieces if piece.token is not None]
+
+
+def alone(request: Request) -> list[int]:
+    scheduler = scheduler_of(Pretended())
+    return [piece.token for piece in scheduler.stream(scheduler.submit(request)) if piece.token is not None]
+
+
+def random_request(chooser: random.Random) -> Request:
+    sampling = Sampling(chooser.choice([0.0, 0.8]), seed=chooser.randrange(1000))
+    prompt = [chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 6))]
+    stops = frozenset(chooser.sample(range(VOCAB), chooser.choice([0, 6])))
+    return Request(prompt, chooser.randint(1, 12), sampling, chooser.randint(0, 2), stops)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_crowd_gets_what_each_would_get_alone(seed: int) -> None:
+    chooser = random.Random(seed)
+    engine = Pretended()
+    scheduler = scheduler_of(engine)
+    made: list[Generation[Seat]] = []
+    cancelled = set()
+    for _ in range(200):
+        if len(made) < 24 and chooser.random() < 0.3:
+            made.append(scheduler.submit(random_request(chooser)))
+        if made and chooser.random() < 0.05:
+            victim = chooser.choice(made)
+            if victim.finish is None:
+                scheduler.cancel(victim)
+                cancelled.add(id(victim))
+        scheduler.advance()
+    run_out(scheduler)
+    for generation in made:
+        expected, got = alone(generation.request), tokens_of(generation)
+        if id(generation) in cancelled:
+            assert (generation.finish, got) == (Finish.CANCELLED, expected[: len(got)]), seed
+        else:
+            full = len(got) == generation.request.new_tokens
+            assert (generation.finish, got) == (Finish.LENGTH if full else Finish.STOP, expected), seed
+    assert not any(seat.open for seat in engine.seats), seed
+    assert max(engine.batches) > 1, seed
+    assert not scheduler.busy, seed
+
+
+def test_higher_priorities_are_admitted_first_and_equal_ones_in_their_order() -> None:
+    engine = Pretended(slots=1)
+    scheduler = scheduler_of(engine)
+    for prompt, priority in (([1], 0), ([2], 1), ([3], 0), ([4], 1)):
+        scheduler.submit(Request(prompt, 2, priority=priority))
+    run_out(scheduler)
+    assert engine.admitted == [[2], [4], [1], [3]]
+
+
+def test_requests_join_while_others_decode() -> None:
+    engine = Pretended()
+    scheduler = scheduler_of(engine)
+    first = scheduler.submit(Request([1], 10))
+    for _ in range(4):
+        scheduler.advance()
+    second = scheduler.submit(Request([2], 3))
+    run_out(scheduler)
+    assert (tokens_of(first), tokens_of(second)) == (alone(first.request), alone(second.request))
+    assert engine.batches == [1, 1, 1, 1, 2, 2, 1, 1, 1]
+
+
+def test_an_error_of_one_row_ends_that_row_alone() -> None:
+    def damaged(seats: Sequence[Seat]) -> Exception | None:
+        bad = any(seat.tokens[0] == 2 and len(seat.tokens) > 2 for seat in seats)
+        return StoreError("DATA_LOSS", "a block failed its checksum") if bad else None
+
+    engine = Pretended(faults=[damaged])
+    scheduler = scheduler_of(engine)
+    made = [scheduler.submit(Request([number], 6)) for number in (1, 2, 3)]
+    run_out(scheduler)
+    assert [generation.finish for generation in made] == [Finish.LENGTH, Finish.FAILED, Finish.LENGTH]
+    assert [tokens_of(made[0]), tokens_of(made[2])] == [alone(made[0].request), alone(made[2].request)]
+    assert tokens_of(made[1]) == alone(made[1].request)[:3]
+    with pytest.raises(StoreError, match="checksum"):
+        list(scheduler.stream(made[1]))
+
+
+@pytest.mark.parametrize("error", [RingPoisoned("gone"), StoreError("DEADLINE_EXCEEDED", "silent")])
+def test_a_lost_store_ends_all_at_once(error: Exception) -> None:
+    calls = []
+
+    def lost(seats: Sequence[Seat]) -> Exception | None:
+        calls.append(len(seats))
+        return error
+
+    engine = Pretended(faults=[lost])
+    scheduler = scheduler_of(engine)
+    made = [scheduler.submit(Request([number], 6)) for number in (1, 2)]
+    while not all(generation.finish for generation in made):
+        scheduler.advance()
+    assert calls == [1, 1], "nobody is tried alone after the store has gone"
+    assert not any(seat.open for seat in engine.seats)
+    for generation in made:
+        with pytest.raises(type(error)):
+            list(scheduler.stream(generation))
+
+
+def test_a_prompt_that_cannot_run_is_its_callers_error_alone() -> None:
+    scheduler = scheduler_of(Pretended(slots=1))
+    bad, good = scheduler.submit(Request([], 2)), scheduler.submit(Request([1], 2))
+    with pytest.raises(ValueError, match="empty"):
+        list(scheduler.stream(bad))
+    assert len(list(scheduler.stream(good))) == 2
+
+
+def test_no_slot_and_nobody_who_could_free_one_is_an_error_and_no_wait() -> None:
+    scheduler = scheduler_of(Pretended(slots=0))
+    with pytest.raises(StoreError, match="no slot"):
+        list(scheduler.stream(scheduler.submit(Request([1], 2))))
+
+
+def test_a_closed_stream_frees_its_slot() -> None:
+    engine = Pretended(slots=1)
+    scheduler = scheduler_of(engine)
+    generation = scheduler.submit(Request([1], 10))
+    stream = scheduler.stream(generation)
+    next(stream)
+    stream.close()
+    assert (generation.finish, engine.free_slots) == (Finish.CANCELLED, 1)
+
+
+def test_an_interrupted_step_is_an_error_for_all_that_took_part() -> None:
+    def interrupt(seats: Sequence[Seat]) -> Exception | None:
+        raise KeyboardInterrupt
+
+    engine = Pretended(slots=2)
+    scheduler = scheduler_of(engine)
+    made = [scheduler.submit(Request([number], 6)) for number in (1, 2, 3)]
+    scheduler.advance()
+    scheduler.advance()
+    engine.faults.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(scheduler.stream(made[0]))
+    engine.faults.clear()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        list(scheduler.stream(made[1]))
+    assert len(list(scheduler.stream(made[2]))) == 6
+    assert engine.free_slots == 2
+
+
+def test_keys_name_generations() -> None:
+    scheduler = scheduler_of(Pretended(slots=1))
+    made = [scheduler.submit(Request([1], 4, key=key)) for key in ("a", "", "b", "b")]
+    scheduler.advance()
+    for key in ("a", "b", "", "nobody"):
+        scheduler.cancel_key(key)
+    run_out(scheduler)
+    ends = [generation.finish for generation in made]
+    assert ends == [Finish.CANCELLED, Finish.LENGTH, Finish.CANCELLED, Finish.CANCELLED]
+
+
+def test_threads_that_wait_drive_each_other() -> None:
+    engine = Pretended()
+    scheduler = scheduler_of(engine)
+    requests = [Request([number], 30, Sampling(0.7, seed=number)) for number in range(12)]
+    got: dict[int, list[int | None]] = {}
+
+    def work(number: int) -> None:
+        got[number] = [piece.token for piece in scheduler.stream(scheduler.submit(requests[number]))]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert got == {number: alone(request) for number, request in enumerate(requests)}
+
+
+def test_a_text_ends_before_its_stop_string() -> None:
+    request = Request([1], 12)
+    tokens = alone(request)
+    text = "".join(f"{token} " for token in tokens)
+    stop = text[len(f"{tokens[0]} {tokens[1]} ") + 1 :][:5]
+    expected = text[: text.index(stop)]
+    scheduler = scheduler_of(Pretended())
+    generation = scheduler.submit(Request([1], 12, stop=("nowhere", stop)))
+    pieces = list(scheduler.stream(generation))
+    assert ("".join(piece.text for piece in pieces), generation.finish) == (expected, Finish.STOP)
+
+
+def test_what_may_begin_a_stop_string_is_shown_at_the_end() -> None:
+    tokens = alone(Request([1], 3))
+    held = f"{tokens[2]} "
+    scheduler = scheduler_of(Pretended())
+    pieces = list(scheduler.stream(scheduler.submit(Request([1], 3, stop=(f"{held}x",)))))
+    assert pieces[-1] == Piece(None, held)
+    assert "".join(piece.text for piece in pieces) == "".join(f"{token} " for token in tokens)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_stop_texts_do_not_depend_on_how_a_text_comes(seed: int) -> None:
+    chooser = random.Random(seed)
+    text = "".join(chooser.choices("ab", k=chooser.randint(0, 40)))
+    stops = ["".join(chooser.choices("ab", k=chooser.randint(2, 8))) for _ in range(chooser.randint(0, 3))]
+    expected = text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+    stop_text, shown, rest = StopText(stops), "", text
+    while rest and not stop_text.reached:
+        count = chooser.randint(1, 5)
+        shown, rest = shown + stop_text.push(rest[:count]), rest[count:]
+    assert stop_text.reached == (expected != text), (seed, text, stops)
+    assert shown + stop_text.finish() == expected, (seed, text, stops)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopText(["a", ""])

@@ -102,7 +102,7 @@ struct Worker {
   std::vector<Slot> slots;
   std::map<uint32_t, std::shared_ptr<Upload>> uploads;
   std::vector<std::unique_ptr<RingConsumer>> unserved;  // rings that no copy thread looks at yet
-  std::vector<uint32_t> rings;                 // the copy thread that serves each
+  std::vector<uint32_t> rings;                          // the copy thread that serves each
   std::vector<std::unique_ptr<Shard>> shards;  // by copy thread, which owns what is in it; made with its first ring
 };
 

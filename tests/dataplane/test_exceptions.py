@@ -60,6 +60,7 @@ def live(victim: Rig, pack: Pack, rng: np.random.Generator) -> set[str]:
     everything = np.full((2, 2), TOKENS, np.uint32)
     upload = plane.create_upload(str(victim.directory / "upload"), spec(rng, 1, 1, 512, 256, native=victim.native))
     victim.staging[:] = 1
+    victim.staging[256 * 512 : 256 * 514] = np.arange(256, dtype=np.uint16).view(np.uint8)
     attempt("hint", lambda: victim.post(OP_PROMOTE, 0, several, PAIRS))
     attempt("warm", lambda: plane.warm(pack.handle, everything, victim.owner))
     posted = [

@@ -385,6 +385,7 @@ bool RingService::give_up(Shard& shard, bool upload, uint32_t number) {
   if (!shard.leaving) shard.leaving = Shard::Leaving{upload, number, 0};
   for (size_t& next = shard.leaving->ring; !shard.closed && next < shard.rings.size(); ++next) {
     auto leaves = [&](const RunTask& t) { return shard.leaving->has(t.run, t.op); };
+    if (shard.rings[next]->live == 0) continue;
     if (now_ns() >= end_ns) return false;
     if (!give_up_if(*shard.rings[next], end_ns, leaves, upload ? Status::kError : Status::kStale, Fault::kAborted))
       return false;
@@ -414,6 +415,7 @@ bool RingService::give_up_late(RingWork& ring, uint64_t end_ns) {
 // --- workers ---
 
 void RingService::add_ring(const std::shared_ptr<Worker>& worker, std::unique_ptr<RingConsumer> ring) {
+  worker->check_open();  // a ring of a closed shard would stay behind when it goes
   if (!worker->shards[thread_]) join(worker);
   Shard& shard = shard_of(*worker);
   const size_t number = worker->rings.size();

@@ -42,6 +42,7 @@ class RingService {
 
   // What the control plane asks for, between steps. With its first ring a worker has a shard here; other commands are
   // for workers that have one. Those that return false have more to do, and are to be called again.
+  // FAILED_PRECONDITION: the worker is poisoned.
   void add_ring(const std::shared_ptr<Worker>& worker, std::unique_ptr<RingConsumer> ring);
   // Poison is final: no ticket of any ring is taken, and no run goes on.
   void close_all();

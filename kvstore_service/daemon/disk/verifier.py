@@ -35,6 +35,7 @@ BLOCK_BYTES: int = _native.BLOCK_BYTES
 CHUNK_BYTES = 64 * BLOCK_BYTES
 DEPTH = 4  # chunks in flight
 READ_S = 30.0
+LATE_S = 1.0  # for reads that nobody wants any more
 SUSPECTS_MAX = 256
 _CRC = struct.Struct("<I")
 
@@ -52,6 +53,7 @@ class Verifier:
         self._ending = threading.Event()
         self._free_s = time.monotonic()
         self._suspects: deque[PackRow] = deque(maxlen=SUSPECTS_MAX)
+        self._buffers = _Buffers()
 
     def close(self) -> None:
         self._ending.set()
@@ -149,7 +151,7 @@ class Verifier:
         try:
             if (held := os.fstat(fd).st_size) != size:
                 raise _WrongSizeError(f"has {held} B: it ends before byte {size} or goes on after it")
-            with _reading(fd, size) as chunks:
+            with _reading(fd, size, self._buffers) as chunks:
                 for chunk in chunks:
                     self._pace(len(chunk))
                     yield chunk
@@ -169,31 +171,44 @@ class _WrongSizeError(ValueError):
     """What stands at the path is not the file that was committed."""
 
 
+class _Buffers:
+    """Where reads land, of one file at a time. The binding never lets go of what a vector points to, so they are made
+    once, and anew only after a read that may still land in them."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.memory = [mmap(-1, CHUNK_BYTES) for _ in range(DEPTH)]
+        self.vectors = [liburing.Iovec([memoryview(buffer)]) for buffer in self.memory]
+
+
 @contextmanager
-def _reading(fd: int, size: int) -> Iterator[Iterator[NDArray[np.uint8]]]:
+def _reading(fd: int, size: int, buffers: _Buffers) -> Iterator[Iterator[NDArray[np.uint8]]]:
     """Chunks in order, DEPTH of them in flight. The binding's own waits hold the GIL: a poll of the ring does not."""
     ring, cqe = liburing.Ring(), liburing.Cqe()
     liburing.io_uring_queue_init(DEPTH, ring)
-    buffers = [mmap(-1, CHUNK_BYTES) for _ in range(DEPTH)]
-    vectors = [liburing.Iovec([memoryview(buffer)]) for buffer in buffers]
     poll = select.poll()
     poll.register(ring.ring_fd, select.POLLIN)
+    flying: set[int] = set()
     landed: dict[int, int] = {}
 
     def submit(number: int) -> None:
         sqe = liburing.io_uring_get_sqe(ring)
-        liburing.io_uring_prep_readv(sqe, fd, vectors[number % DEPTH], number * CHUNK_BYTES)
+        liburing.io_uring_prep_readv(sqe, fd, buffers.vectors[number % DEPTH], number * CHUNK_BYTES)
         sqe.user_data = number
         liburing.io_uring_submit(ring)
+        flying.add(number)
 
-    def take(number: int) -> int:
-        deadline = time.monotonic() + READ_S
+    def take(number: int, wait_s: float = READ_S) -> int:
+        deadline = time.monotonic() + wait_s
         while number not in landed:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-                raise TimeoutError(None, f"a read did not end within {READ_S:.0f} s")
+                raise TimeoutError(None, f"a read did not end within {wait_s:.0f} s")
             while liburing.io_uring_cq_ready(ring):
                 liburing.io_uring_peek_cqe(ring, cqe)
                 landed[cqe[0].user_data] = cqe[0].res
+                flying.discard(cqe[0].user_data)
                 liburing.io_uring_cq_advance(ring, 1)
         return landed.pop(number)
 
@@ -207,14 +222,20 @@ def _reading(fd: int, size: int) -> Iterator[Iterator[NDArray[np.uint8]]]:
                 raise OSError(-got, os.strerror(-got))
             if got < wanted:
                 raise _WrongSizeError(f"ends before byte {size}")
-            yield np.frombuffer(buffers[number % DEPTH], np.uint8, wanted)
+            yield np.frombuffer(buffers.memory[number % DEPTH], np.uint8, wanted)
             if number + DEPTH < count:
                 submit(number + DEPTH)
 
     try:
         yield chunks()
     finally:
-        liburing.io_uring_queue_exit(ring)
+        try:
+            for number in sorted(flying):  # the reader gave up
+                take(number, LATE_S)
+        except TimeoutError:
+            buffers.renew()
+        finally:
+            liburing.io_uring_queue_exit(ring)
 
 
 def _checked_blocks(file_bytes: int) -> int:

@@ -24,7 +24,7 @@ constexpr uint32_t kTakeAtOnce = 8;      // tickets
 constexpr uint64_t kTurnCost = 16 << 10;  // a turn ends with the step that reaches it
 constexpr uint64_t kStepCost = 2 << 10;
 constexpr uint64_t kWakeCost = 16 << 10;  // a system call
-// A step that takes longer than its bytes explain, such as one that faults in pages which the worker has given back,
+// A step that takes longer than its bytes explain, such as one that faults in pages of the worker for the first time,
 // costs its time. Most of a turn that is much longer was spent by others: this thread did not run.
 constexpr uint64_t kCostPerNs = 12;
 constexpr uint64_t kChargedNsMax = 200 * kMicrosecond;

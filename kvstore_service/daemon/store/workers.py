@@ -124,7 +124,7 @@ class Workers:
         if worker.native_id is not None:
             with native.errors():
                 self._state.plane.remove_worker(worker.native_id)
-            worker.native_id, worker.served = None, False
+            worker.native_id, worker.served, worker.rings = None, False, ()
         self._state.registry.grant(worker, 0, 0)
 
     def release(self, worker: Worker) -> None:

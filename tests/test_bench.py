@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gather, isolation, nvme, ring, step
+from bench import gather, isolation, nvme, ring, scale, step
 from bench.checkpoint import B8
 from decode_worker.figures import Figure, print_json
 
@@ -94,6 +94,18 @@ def test_isolation(capsys: pytest.CaptureFixture[str]) -> None:
         "range_gbps.8192_runs", "range_gbps.8192_runs.share", "rss_excess_mib.sparse_ring",
         "rss_excess_mib.cold_ticket", "rss_excess_mib.many_runs",
     }  # fmt: skip
+
+
+def test_scale(tmp_path: Path) -> None:
+    """It looks up every row that it made, and removes all it made."""
+    figures = {figure.name: figure.value for figure in scale.measure(tmp_path, [scale.CHAIN, 2 * scale.CHAIN], 4, 9)}
+    sizes = (scale.CHAIN, 2 * scale.CHAIN)
+    assert set(figures) == {
+        *(f"{name}.{size}" for name in ("start_s", "lookup_ms", "chain128_ms", "commit_ms") for size in sizes),
+        "lookup_growth", "chain128_growth", "commit_growth", "rss_bytes_per_pack", "refusals.4_workers_9_sessions",
+    }  # fmt: skip
+    assert figures["refusals.4_workers_9_sessions"] == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_step(capsys: pytest.CaptureFixture[str]) -> None:

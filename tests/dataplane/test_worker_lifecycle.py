@@ -163,29 +163,29 @@ def test_a_worker_registers_anew_after_poison(directory, rng):
 
 
 def test_close_wakes_a_waiting_worker(directory, rng):
-    rig = FaultyRig(directory)
-    pack = rig.make_pack(rng)
-    epoch = rig.bind(0, [pack], 512)
-    rig.set_faults(delay_us=60_000_000)
-    ticket = rig.post(OP_RANGE, 0, run(0, epoch, pair_count=512))
-    closer = threading.Timer(0.05, rig.plane.close)
-    closer.start()
-    start = time.monotonic()
-    try:
-        result = rig.ring.wait(ticket, 10_000_000)
-        assert result[0, 0] not in (OK, ERROR, STALE)
-    except RingPoisoned:
-        pass
-    assert time.monotonic() - start < 5
-    closer.join()
-    rig.plane.close()
-    for call in (
-        lambda: rig.plane.open_pack(str(pack.path)),
-        lambda: rig.plane.add_worker(rig.window_fd, 4096, rig.staging_fd, 4096, 1, rig.owner),
-    ):
-        with pytest.raises(rig.native.NativeError) as error:
-            call()
-        assert error.value.code == "UNAVAILABLE"
+    with FaultyRig(directory) as rig:
+        pack = rig.make_pack(rng)
+        epoch = rig.bind(0, [pack], 512)
+        rig.set_faults(delay_us=60_000_000)
+        ticket = rig.post(OP_RANGE, 0, run(0, epoch, pair_count=512))
+        closer = threading.Timer(0.05, rig.plane.close)
+        closer.start()
+        start = time.monotonic()
+        try:
+            result = rig.ring.wait(ticket, 10_000_000)
+            assert result[0, 0] not in (OK, ERROR, STALE)
+        except RingPoisoned:
+            pass
+        assert time.monotonic() - start < 5
+        closer.join()
+        rig.plane.close()
+        for call in (
+            lambda: rig.plane.open_pack(str(pack.path)),
+            lambda: rig.plane.add_worker(rig.window_fd, 4096, rig.staging_fd, 4096, 1, rig.owner),
+        ):
+            with pytest.raises(rig.native.NativeError) as error:
+                call()
+            assert error.value.code == "UNAVAILABLE"
 
 
 def test_close_keeps_files_of_open_uploads(directory, rng):

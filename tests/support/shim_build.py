@@ -39,6 +39,14 @@ def path() -> Path:
     return module
 
 
+def prepare() -> None:
+    """Builds it, unless this process has a test build already."""
+    from kvstore_service import _native
+
+    if not hasattr(_native, "copy_shim_set"):
+        path()
+
+
 @cache
 def native() -> ModuleType:
     """That module, beside the ordinary one; or the ordinary one where this process has put a test build in its place.

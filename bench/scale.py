@@ -2,8 +2,9 @@
 
 Packs are rows and sparse files: no byte of KV is read here. Rows go through the catalogue's own commit; a real daemon
 then starts over them. `lookup`: one stored pack, `chain128`: a prompt of 128 packs, each over gRPC by random chains;
-`commit`: one row in a transaction of its own, durable. A growth is the median at the largest size / at the smallest.
-`refusals`: 64 connected workers with 1000 sessions in all, calling at once; calls that are refused for overload.
+`commit`: one row in a transaction of its own, durable. Sizes take turns, call by call. A growth is the median at the
+largest size / at the smallest. `refusals`: 64 connected workers with 1000 sessions in all, calling at once; calls that
+are refused for overload.
 
 On ext4 without a journal leave five minutes between two runs at a million packs: so long it passes over every inode
 that was freed, one by one, for each file that is made.
@@ -17,13 +18,12 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 from bench.store import scratch
 from decode_worker.figures import Figure, print_json, print_table
@@ -44,7 +44,6 @@ WORKERS, SESSIONS = 64, 1000
 START_S = 300.0
 LAYOUT = Layout(b"scale".ljust(32, b"."), 2, (KindSpec(2, 64, 2, 256),))
 TENANT = f"uid-{os.getuid()}"
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,12 @@ def main() -> int:
 
 def measure(directory: Path, sizes: Sequence[int], workers: int = WORKERS, sessions: int = SESSIONS) -> list[Figure]:
     with ExitStack() as stores:  # removed at the end: ext4 takes long to make files where others were just removed
-        measured = [_at(Path(stores.enter_context(scratch(directory))), size) for size in sizes]
+        data_dirs = {size: Path(stores.enter_context(scratch(directory))) for size in sizes}
+        for size, data_dir in data_dirs.items():
+            with closing(Catalog(data_dir)) as catalog:
+                _fill(catalog, size)
+        os.sync()  # else what was just made is written while starts and commits are timed
+        measured = _over(data_dirs, _commits(data_dirs))
     small, large = measured[0], measured[-1]
     figures = [Figure(f"start_s.{item.packs}", item.start_s, "s") for item in measured]
     for name in ("lookups", "chains", "commits"):
@@ -88,29 +92,46 @@ def measure(directory: Path, sizes: Sequence[int], workers: int = WORKERS, sessi
     return figures
 
 
-def _at(data_dir: Path, size: int) -> Measured:
-    with closing(Catalog(data_dir)) as catalog:
-        _fill(catalog, size)
-    os.sync()  # else what was just made is written while the start is timed
-    with closing(Catalog(data_dir)) as catalog:  # the log that so many rows left behind is larger than any other
-        rows = _rows(catalog, range(size, size + COMMITS))
-        commits = _timed(COMMITS, lambda row: catalog.commit_packs([row]), rows)
+def _commits(data_dirs: Mapping[int, Path]) -> dict[int, list[float]]:
+    def commit(data_dir: Path, size: int) -> Callable[[], object]:
+        catalog = stack.enter_context(closing(Catalog(data_dir)))
+        rows = iter(list(_rows(catalog, range(size, size + COMMITS))))
+        return lambda: catalog.commit_packs([next(rows)])
+
+    with ExitStack() as stack:
+        return _in_turns(COMMITS, {size: commit(data_dir, size) for size, data_dir in data_dirs.items()})
+
+
+def _over(data_dirs: Mapping[int, Path], commits: Mapping[int, list[float]]) -> list[Measured]:
+    """Starts one after the other, calls in turns."""
     options = ("--nvme-bytes=1TiB", "--copy-threads=1")
-    started = time.perf_counter()
-    with PrivateDaemon(data_dir, "64MiB", options=options, start_s=START_S) as daemon:
-        start_s = time.perf_counter() - started
-        with StoreClient.connect(daemon.socket, daemon.broker, timeout_s=30.0) as client:
-            lookups = _timed(LOOKUPS, lambda chain: _look_up(client, chain, 1), _chains(size))
-            chains = _timed(CHAINS, lambda chain: _look_up(client, chain, CHAIN), _chains(size))
-        return Measured(size, start_s, _peak_bytes(daemon.pid), lookups, chains, commits)
+    starts: dict[int, float] = {}
+    daemons: dict[int, PrivateDaemon] = {}
+    clients: dict[int, StoreClient] = {}
+    with ExitStack() as stack:
+        for size, data_dir in data_dirs.items():
+            started = time.perf_counter()
+            daemon = stack.enter_context(PrivateDaemon(data_dir, "64MiB", options=options, start_s=START_S))
+            starts[size], daemons[size] = time.perf_counter() - started, daemon
+            clients[size] = stack.enter_context(StoreClient.connect(daemon.socket, daemon.broker, timeout_s=30.0))
+
+        def look_up(size: int, packs: int) -> Callable[[], object]:
+            return lambda: _look_up(clients[size], _chain(size), packs)
+
+        lookups = _in_turns(LOOKUPS, {size: look_up(size, 1) for size in data_dirs})
+        chains = _in_turns(CHAINS, {size: look_up(size, CHAIN) for size in data_dirs})
+        peaks = {size: _peak_bytes(daemon.pid) for size, daemon in daemons.items()}
+    return [Measured(size, starts[size], peaks[size], lookups[size], chains[size], commits[size]) for size in data_dirs]
 
 
-def _timed(count: int, call: Callable[[Item], object], items: Iterator[Item]) -> list[float]:
-    seconds = []
-    for item in islice(items, count):
-        started = time.perf_counter()
-        call(item)
-        seconds.append(time.perf_counter() - started)
+def _in_turns(count: int, calls: Mapping[int, Callable[[], object]]) -> dict[int, list[float]]:
+    """Seconds of each call, by size: a slow moment of the machine counts for all sizes."""
+    seconds: dict[int, list[float]] = {size: [] for size in calls}
+    for _ in range(count):
+        for size, call in calls.items():
+            started = time.perf_counter()
+            call()
+            seconds[size].append(time.perf_counter() - started)
     return seconds
 
 
@@ -141,10 +162,9 @@ def _fill(catalog: Catalog, size: int) -> None:
         catalog.commit_packs(batch)
 
 
-def _chains(size: int) -> Iterator[int]:
-    """First numbers of random whole chains."""
-    while True:
-        yield secrets.randbelow(size // CHAIN) * CHAIN
+def _chain(size: int) -> int:
+    """The first number of a random whole chain."""
+    return secrets.randbelow(size // CHAIN) * CHAIN
 
 
 def _look_up(client: StoreClient, first: int, packs: int) -> None:

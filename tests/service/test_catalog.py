@@ -340,7 +340,7 @@ def test_victims_are_leaves_in_the_order_of_use_and_importance(catalog: Catalog)
     assert len(plan) == 1
 
 
-def test_uses_are_written_in_bites_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_are_written_in_batches_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever touches writes nothing but what is beyond the bound; nobody writes more than a batch at a time."""
     with closing(Catalog(tmp_path)) as catalog:
         batches: list[int] = []

@@ -286,7 +286,7 @@ class Attack:
     tickets: Callable[[Neighbour], Iterator[Post]]
     in_flight: int = IN_FLIGHT
     valid: bool = True
-    rebinds: bool = False  # as soon as they are posted
+    rebinds: bool = False
 
 
 def _flood(neighbour: Neighbour) -> Iterator[Post]:

@@ -47,11 +47,11 @@ class RingProducer:
     def poll(self, seq: int) -> NDArray[np.uint32]:
         """uint32[runs, 2] (status, aux) of a ticket in flight; status 0 where not done yet. Never blocks. A run's
         result, once seen, stays.
+
         RingPoisoned unless every result was seen before the poison; ValueError if the ticket is not in flight."""
     def wait(self, seq: int, timeout_us: int, spin_us: int = 30) -> NDArray[np.uint32]:
         """Like poll, but until every run is terminal; the ticket is then collected (its cells read). At the deadline
-        poisons
-        the ring and raises RingTimeout. Spins, then sleeps on the futex; a signal's handler may end it."""
+        poisons the ring and raises RingTimeout. Spins, then sleeps on the futex; a signal's handler may end it."""
     def poison(self) -> None: ...
     def heartbeat_ns(self) -> int: ...
     def close(self) -> None: ...
@@ -61,8 +61,8 @@ def _levels() -> list[int]:
 
 def _set_level(level: int) -> None: ...
 
-# --- CPU kernels. Window memory is a writable uint8 array; lanes are addressed by byte offset. dtype: 1 float32, 2
-# bfloat16. ---
+# --- CPU kernels ---
+# Window memory is a writable uint8 array; lanes are addressed by byte offset. dtype: 1 float32, 2 bfloat16.
 
 def attend(
     query: NDArray[np.float32],  # [B, H * g, d]
@@ -76,8 +76,9 @@ def attend(
     scale: float,
     threads: int,
 ) -> NDArray[np.float32]:
-    """Softmax attention of each query head over the records at ranges and places of its KV head. Returns [B, H * g,
-    d]."""
+    """Softmax attention of each query head over the records at ranges and places of its KV head.
+
+    Returns [B, H * g, d]."""
 
 def store_token(
     window: NDArray[np.uint8],
@@ -120,5 +121,5 @@ def delta(
     free_places: NDArray[np.int32],
 ) -> tuple[NDArray[np.int32], NDArray[np.uint32], int]:
     """Places of `wanted` (kept ones keep theirs, new ones take free places in order), the pairs uint32[m, 2] to
-    fetch, sorted by
-    record, and how many free places were used; used = -1 and no pairs if `free_places` does not suffice."""
+    fetch, sorted by record, and how many free places were used; used = -1 and no pairs if `free_places` does not
+    suffice."""

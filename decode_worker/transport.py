@@ -35,8 +35,7 @@ class Transport:
     """Registers with the daemon and maps what it shares. One thread uses it at a time.
 
     `window` and `staging` are uint8 arrays over shared memory; `decode` is the ring of the decode steps, `bulk` the
-    one of
-    restores and stores. After a RingTimeout everything is poisoned: close, and make a new Transport.
+    one of restores and stores. After a RingTimeout everything is poisoned: close, and make a new Transport.
     """
 
     def __init__(

@@ -107,8 +107,8 @@ class Worker:
             if progress is not None:
                 progress(done, total)
 
-        started = time.monotonic()
         with self._using():
+            started = time.monotonic()
             session, _ = self._engine.prefill(ids, show)
             seconds = time.monotonic() - started
             stored = session.stored
@@ -117,8 +117,8 @@ class Worker:
 
     def prefill_speed(self, ids: Sequence[int], stored: bool) -> float:
         """Tokens/s of computing a prompt, with its packs written and committed or with nothing kept."""
-        started = time.monotonic()
         with self._using():
+            started = time.monotonic()
             session = self._engine.prefill(ids)[0] if stored else self._engine.compute_only(ids)
             seconds = time.monotonic() - started
             if isinstance(session, Session):

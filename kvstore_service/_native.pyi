@@ -141,19 +141,17 @@ class DataPlane:
         """A new file at `path` (must not exist; O_DIRECT) that STORE runs of the owning worker fill. Returns its id
         (u32).
 
-        A STORE run is OK when its blocks are written (volatile); they are durable after `finish_upload`. Kind 0
-        brings its
-        u16 map behind the records; other kinds have none. A block of nothing but zeros is refused (INVALID_ARGUMENT):
-        it
-        could not be told from a lost write. The caller makes the directory entry durable (fsync of the directory)."""
+        A STORE run is OK when its blocks are written (volatile); they are durable after `finish_upload`. Kind 0 brings
+        its u16 map behind the records; other kinds have none. INVALID_ARGUMENT for a map that is no permutation, and
+        for a block of nothing but zeros: it could not be told from a lost write. The caller makes the directory entry
+        durable (fsync of the directory)."""
     def upload_missing(self, upload: int) -> int:
         """Number of segments that no STORE has filled yet."""
     def finish_upload(self, upload: int) -> None:
-        """Writes map and CRC table, then the header, each made durable with fdatasync before the next.
+        """Writes the checksum table, then the header, each made durable with fdatasync before the next.
 
-        FAILED_PRECONDITION while a segment is missing; INVALID_ARGUMENT if a map is no permutation. The upload ends
-        either way
-        only on success; after an error call `abort_upload`."""
+        FAILED_PRECONDITION while a segment is missing. The upload ends only on success; after an error call
+        `abort_upload`."""
     def abort_upload(self, upload: int) -> None:
         """Waits for the upload's I/O in flight, closes and unlinks its file."""
     def open_pack(self, path: str, owner: int = 0) -> int:
@@ -213,8 +211,8 @@ class DataPlane:
         """Binds a free slot to packs (record ids continue from pack to pack) and window places.
 
         windows: uint64[layers, lanes, 2] = (byte offset of place 0 in the window, number of places), for kind 0;
-        checked
-        against the window's size. All packs share layers, kinds and fingerprint. Returns the slot's new epoch (u32)."""
+        checked against the window's size. All packs share layers, kinds and fingerprint. Returns the slot's new epoch
+        (u32)."""
     def extend(self, worker: int, slot: int, pack: int) -> int:
         """Appends a pack to a bound slot (a sealed tail); its epoch stays. Returns the session's new number of
         records."""
@@ -237,13 +235,12 @@ class DataPlane:
     def stats(self) -> dict[str, int]:
         """Counters since the start: tickets, runs, runs_ok, runs_error, runs_stale, records_copied, bytes_copied,
         extent_hits, extent_misses, nvme_read_bytes, nvme_read_ops, nvme_write_bytes, crc_errors, frames, frames_used,
-        frames_pinned (by a run or a read under way),
-        frame_bytes, evictions, promotes_dropped, packs_open, uploads_open, workers, rings, bound_slots, wakes,
-        sleeps, store_bytes,
-        warm_bytes (read ahead by `warm`, part of nvme_read_bytes), hints_dropped (their owner had hinted too much),
-        runs_late (given up at their deadline), runs_starved (waits for a frame or for planning memory), portions
-        (plans made), worker_faults (exceptions that cost a worker its registration), calls_late (commands that a copy
-        thread did not begin within 5 s)."""
+        frames_pinned (by a run or a read under way), frame_bytes, evictions, promotes_dropped, packs_open,
+        uploads_open, workers, rings, bound_slots, wakes, sleeps, store_bytes, warm_bytes (read ahead by `warm`, part of
+        nvme_read_bytes), hints_dropped (their owner had hinted too much), runs_late (given up at their deadline),
+        runs_starved (waits for a frame or for planning memory), portions (plans made), worker_faults (unexpected
+        exceptions; those of a ring cost its worker its registration), calls_late (commands that a copy thread did not
+        end within 5 s)."""
     def census(self) -> dict[str, int]:
         """Both sides of what must add up, counted in different places: runs = runs_ended + runs_in_flight,
         blocks_landed = blocks_valid + blocks_evicted (4 KiB blocks of frames), frames_used = frames_held =

@@ -1,8 +1,9 @@
 // The ring between one producer (worker) and the daemon: two shared memories, each written by one side only.
 //
-//   requests     RequestsHeader | Ticket[tickets] | Run[tickets][runs_max] | Pair[tickets][pairs_max]   the worker
-//   writes completions  CompletionsHeader | Cell[tickets][runs_max]                                            the
-//   daemon writes
+//   requests     RequestsHeader | Ticket[tickets] | Run[tickets][runs_max] | Pair[tickets][pairs_max]
+//                the worker writes
+//   completions  CompletionsHeader | Cell[tickets][runs_max]
+//                the daemon writes
 //
 // csrc/model/README.md holds the order of operations and the memory orders; the models beside it verify them.
 #pragma once

@@ -21,8 +21,8 @@ struct Counters {
   Count runs_late{0};      // given up at their deadline
   Count runs_starved{0};   // waits for a frame or for planning memory
   Count portions{0};       // plans made: parts of runs that were served at once
-  Count worker_faults{0};  // exceptions that cost a worker its registration
-  Count calls_late{0};     // commands that a copy thread did not begin in time
+  Count worker_faults{0};  // unexpected exceptions; those of a ring cost its worker its registration
+  Count calls_late{0};     // commands that a copy thread did not end in time
   Histograms times;
 };
 

@@ -217,7 +217,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _reading(self, session: Session, refs: Sequence[PackRef]) -> Iterator[PackReader]:
-        """Binds the session's slot for as long as its packs are read."""
+        """Binds the session's slot for as long as its packs are read; after an error `give_up` unbinds it."""
         offset = session.slot * self.slot_bytes
         geometry = self.policy.geometry(self.config.context, sum(ref.tokens for ref in refs))
         epoch = self.client.bind_slot(session.session_id, session.slot, refs, geometry.windows(offset))

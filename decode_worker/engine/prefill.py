@@ -1,4 +1,4 @@
-"""Prefill: computes a prompt layer by layer and stores its KV in packs while computing (DESIGN §6).
+"""Prefill: computes a prompt layer by layer and stores its KV in packs while computing.
 
 All chunks of a layer run before the next layer, so the worker holds hidden states and the KV of one layer, never the
 whole cache. The daemon writes the packs of layer l while layer l+1 computes.

@@ -14,7 +14,6 @@ from tests.support.users import ROOT, daemon_of_another_user, python_of_others, 
 STORMING, DECODING = 12345, 12346  # uids
 STORM = ("flood", "flood", "flood", "bulk", "hints", "reads")
 SHARE_MIN = 0.3  # of the bytes copied; fair is a half, and between workers alone a fifth or less
-READY_S = 60
 
 
 @pytest.mark.timeout(180)

@@ -69,7 +69,7 @@ class Model:
         keys, values, last_inputs = [], [], []
         for layer in range(self.config.layers):
             last_inputs.append(x[-1])
-            key, value = (round_to(x, self.storage) for x in self.key_value(layer, x, positions))
+            key, value = (round_to(each, self.storage) for each in self.key_value(layer, x, positions))
             query = self.query(layer, x, positions)
             x = self.finish(layer, x, causal_attention(query, key, value, self.scale))
             keys.append(key)

@@ -18,7 +18,7 @@ from kvstore_service.daemon.disk import sidecars
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.rows import PackFilter, Quota, Totals
 from kvstore_service.daemon.disk.schema import CATALOG_VERSION
-from kvstore_service.daemon.disk.uses import BITE_ROWS
+from kvstore_service.daemon.disk.uses import BATCH_ROWS
 from kvstore_service.shared.types import NO_PARENT, KindSpec, Layout, PackRef, PackRow, SidecarKey, StoreError
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
@@ -340,28 +340,28 @@ def test_victims_are_leaves_in_the_order_of_use_and_importance(catalog: Catalog)
     assert len(plan) == 1
 
 
-def test_uses_are_written_in_bites_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever touches writes nothing but what is beyond the bound; nobody writes more than a bite at a time."""
+def test_uses_are_written_in_batches_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever touches writes nothing but what is beyond the bound; nobody writes more than a batch at a time."""
     with closing(Catalog(tmp_path)) as catalog:
-        bites: list[int] = []
+        batches: list[int] = []
         with catalog._database.lock:
             catalog._database.connection.set_trace_callback(
-                lambda query: bites.append(0) if query.startswith("BEGIN") else None
+                lambda query: batches.append(0) if query.startswith("BEGIN") else None
             )
         row = pack_row(catalog, 1)
         catalog.commit_packs([row])
         catalog.uses.touch([row.ref.pack_id], row.created_s + 50)
         assert catalog.listing.listed(row.ref.pack_id).last_used_s == row.created_s + 50
-        bites.clear()
+        batches.clear()
         catalog.uses.touch([number.to_bytes(32) for number in range(2000)], 1.0)
-        assert not bites
+        assert not batches
         catalog.uses.write()
-        assert len(bites) == -(-2001 // BITE_ROWS)
+        assert len(batches) == -(-2001 // BATCH_ROWS)
         assert catalog.listing.listed(row.ref.pack_id).last_used_s == row.created_s + 50
-        bites.clear()
+        batches.clear()
         monkeypatch.setattr("kvstore_service.daemon.disk.uses._TOUCHES_MAX", 1000)
         catalog.uses.touch([number.to_bytes(32) for number in range(1500)], 1.0)
-        assert len(bites) == -(-500 // BITE_ROWS)
+        assert len(batches) == -(-500 // BATCH_ROWS)
         assert len(catalog.uses._touched) <= 1000
         catalog.uses.touch([row.ref.pack_id], row.created_s + 60)
     with closing(Catalog(tmp_path)) as catalog:

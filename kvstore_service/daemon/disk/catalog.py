@@ -50,7 +50,7 @@ class Catalog:
     """One connection under one lock. Holds `data_dir` exclusively until closed.
 
     A pack is damaged if its file is gone, cut short or failed a check; it keeps its row until the same id is committed
-    anew, and is not served. `removed` and `quarantined` name the leftovers that the start found. `on_gone` is told
+    anew, and is not served. `removed` and `quarantined` count the leftovers that the start found. `on_gone` is told
     each row that ended (evicted, or replaced by a new build), `on_damaged` each newly marked one; outside the lock."""
 
     def __init__(self, data_dir: Path) -> None:
@@ -302,7 +302,7 @@ class Catalog:
             remove_file(path)
 
     def _forgotten(self, row: PackRow, sidecar_files: Iterable[str]) -> list[Path]:
-        """The files of a row that is no more."""
+        """Says that the row is no more; returns its files."""
         self.on_gone(row)
         return [self.packs_dir / row.file, *(self.sidecars_dir / file for file in sidecar_files)]
 

@@ -67,7 +67,7 @@ class Census:
 
     def pack_keys(self, pause_s: float = PAUSE_S) -> NDArray[np.uint64]:
         """The keys of the packs' file names (see `files.keys_of`), sorted. `pause_s` 0: nobody else is there yet."""
-        return _sorted(files.folded(bytes.fromhex(halves)) for halves in self._pack_halves(pause_s))
+        return files.in_order(files.folded(bytes.fromhex(halves)) for halves in self._pack_halves(pause_s))
 
     def _pack_halves(self, pause_s: float) -> Iterator[str]:
         query = f"""SELECT group_concat({_HALVES}, ''), max(pack_id)
@@ -81,7 +81,7 @@ class Census:
 
     def sidecar_keys(self) -> NDArray[np.uint64]:
         """Those of the sidecars' file names."""
-        return _sorted(files.keys_of([file.encode() for file in page]) for page in self._sidecar_files())
+        return files.in_order(files.keys_of([file.encode() for file in page]) for page in self._sidecar_files())
 
     def _sidecar_files(self) -> Iterator[list[str]]:
         query = "SELECT file FROM sidecars WHERE file > ? ORDER BY file LIMIT ?"
@@ -138,7 +138,3 @@ class Census:
         with self._database.lock:
             for statement in statements:
                 self._database.connection.execute(statement)
-
-
-def _sorted(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
-    return np.sort(np.concatenate([np.zeros(0, np.uint64), *parts]))

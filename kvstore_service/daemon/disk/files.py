@@ -43,7 +43,7 @@ class Sweep:
 def keys_of(names: Sequence[bytes]) -> NDArray[np.uint64]:
     """Of each name of one pattern of ours 64 random bits: of its id or digest, and of its build or nonce."""
     if not names:
-        return np.zeros(0, np.uint64)
+        return _NO_KEYS
     letters = np.frombuffer(b"".join(names), np.uint8).reshape(len(names), -1)
     return folded(bytes.fromhex(letters[:, _RANDOM_DIGITS].tobytes().decode()))
 
@@ -56,7 +56,12 @@ def folded(halves: bytes) -> NDArray[np.uint64]:
 
 def keys_in(directory: Path, pattern: re.Pattern[bytes]) -> NDArray[np.uint64]:
     """The keys of the names of ours, sorted: 8 B per file."""
-    return np.sort(np.concatenate([_NO_KEYS, *(keys for _, keys in _keyed(directory, pattern))]))
+    return in_order(keys for _, keys in _keyed(directory, pattern))
+
+
+def in_order(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
+    """All keys of all parts, sorted."""
+    return np.sort(np.concatenate([_NO_KEYS, *parts]))
 
 
 def sweep(
@@ -97,8 +102,8 @@ def among(keys: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.boo
 def strangers(directory: Path, pattern: re.Pattern[bytes], known: NDArray[np.uint64]) -> Iterator[Path]:
     """Regular files in `directory` that no row names, ours and others'."""
     for entries in _chunks(directory):
-        ours, keys = _ours_of(entries, pattern)
-        named = {ours[index].name for index in np.flatnonzero(among(keys, known))}
+        own, keys = _ours_of(entries, pattern)
+        named = {own[index].name for index in np.flatnonzero(among(keys, known))}
         for entry in entries:
             if entry.name not in named and entry.is_file(follow_symlinks=False):
                 yield directory / os.fsdecode(entry.name)

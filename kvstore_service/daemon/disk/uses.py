@@ -12,8 +12,8 @@ from kvstore_service.shared.types import StoreError
 
 FOREVER_S = math.inf
 _TOUCHES_MAX = 1 << 15  # uses that are remembered before they are written
-BITE_ROWS = 128  # that are written at once: each is a page of its own in a large catalogue
-_PAUSE_S = 0.001  # between two bites: whoever waits for the connection's lock gets it
+BATCH_ROWS = 128  # that are written at once: each is a page of its own in a large catalogue
+_PAUSE_S = 0.001  # between two batches: whoever waits for the connection's lock gets it
 
 
 class Uses:
@@ -33,30 +33,30 @@ class Uses:
         beyond a bound does this call write."""
         self._touched.update(dict.fromkeys(pack_ids, now_s))
         while len(self._touched) > _TOUCHES_MAX:
-            self._write_bite()
+            self._write_batch()
 
     def write(self) -> None:
-        """All that is remembered, a bite at a time. sqlite3.Error: one bite is lost."""
-        while self._write_bite():
+        """All that is remembered, a batch at a time. sqlite3.Error: one batch is lost."""
+        while self._write_batch():
             time.sleep(_PAUSE_S)
 
-    def _write_bite(self) -> int:
+    def _write_batch(self) -> int:
         """How many rows were written."""
         query = "UPDATE packs SET last_used_s = max(last_used_s, ?) WHERE pack_id = ?"
         with self._writing:
-            bite = [self._touched.popitem() for _ in range(min(BITE_ROWS, len(self._touched)))]
-            if bite:
+            batch = [self._touched.popitem() for _ in range(min(BATCH_ROWS, len(self._touched)))]
+            if batch:
                 with self._database.transaction() as db:
-                    db.executemany(query, [(used_s, name) for name, used_s in bite])
-        return len(bite)
+                    db.executemany(query, [(used_s, name) for name, used_s in batch])
+        return len(batch)
 
     def set_importance(self, importance: Mapping[bytes, float]) -> None:
         """From 0 to 1 per pack id; ids that are not stored do not matter."""
         values = [(value, name) for name, value in importance.items()]
-        for first in range(0, len(values), BITE_ROWS):
+        for first in range(0, len(values), BATCH_ROWS):
             with self._database.transaction() as db:
                 query = "UPDATE packs SET importance = ? WHERE pack_id = ?"
-                db.executemany(query, values[first : first + BITE_ROWS])
+                db.executemany(query, values[first : first + BATCH_ROWS])
 
     def victims(self, limit: int, tenant: str | None = None, after: Victim | None = None) -> list[Victim]:
         """The packs to go first, of one tenant or of all, after the one before: continued by none, not pinned; in the

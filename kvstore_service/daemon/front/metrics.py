@@ -36,7 +36,7 @@ GAUGES = {
 }
 COUNTERS = {
     "bytes_copied": "bytes copied into windows",
-    "calls_late": "commands that a copy thread did not begin within 5 s",
+    "calls_late": "commands that a copy thread did not end within 5 s",
     "commit_exists": "commits that found the pack committed by another",
     "commits": "packs committed",
     "crc_errors": "blocks that failed their checksum",
@@ -79,7 +79,7 @@ COUNTERS = {
     "uses_lost": "uses of packs that a full disk did not let be kept; eviction goes by the others",
     "wakes": "times that a copy thread woke a worker",
     "warm_bytes": "bytes read ahead by importance hints, part of nvme_read_bytes",
-    "worker_faults": "exceptions in the data plane that cost a worker its registration",
+    "worker_faults": "unexpected exceptions in copy threads; those of a ring cost its worker its registration",
 }
 LIMITS = {
     "dram_bytes": "of the DRAM tier",

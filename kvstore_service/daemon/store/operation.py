@@ -84,8 +84,8 @@ class Operation:
     def evict(self, pack_ids: Sequence[bytes]) -> Iterator[list[EvictedPack]]:
         """Removes packs, in the order of `to_evict`, each as a whole, or says why not; a step at a time, at the end of
         which everything that was said is done."""
-        rows: list[PackRow] = []
         for first in range(0, len(pack_ids), BATCH):
+            rows: list[PackRow] = []
             missing: list[EvictedPack] = []
             for name in pack_ids[first : first + BATCH]:
                 try:

@@ -18,7 +18,7 @@ from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config, machine_bytes
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
-from kvstore_service.daemon.disk.uses import BITE_ROWS
+from kvstore_service.daemon.disk.uses import BATCH_ROWS
 from kvstore_service.daemon.disk.verifier import Verifier
 from kvstore_service.daemon.logs import event
 from kvstore_service.daemon.store.dram import Dram
@@ -142,12 +142,12 @@ class State:
 
     def use(self, names: Sequence[bytes]) -> None:
         """The packs are used now."""
-        with self._forgetting(BITE_ROWS):
+        with self._forgetting(BATCH_ROWS):
             self.catalog.uses.touch(names, time.time())
 
     def keep_uses(self) -> None:
         """Writes how packs were used since the last time."""
-        with self._forgetting(BITE_ROWS):
+        with self._forgetting(BATCH_ROWS):
             self.catalog.uses.write()
 
     def weigh(self, importance: Mapping[bytes, float]) -> None:

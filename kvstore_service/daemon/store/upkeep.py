@@ -1,4 +1,4 @@
-"""Upkeep: what the store does by itself, a little every second, in a thread of its own."""
+"""Upkeep: what the store does by itself, a little at a time, in a thread of its own."""
 
 import threading
 from collections.abc import Callable, Sequence

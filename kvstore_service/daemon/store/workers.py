@@ -99,8 +99,8 @@ class Workers:
         return [requests, completions]
 
     def serve_rings(self, worker: Worker) -> None:
-        """Gives the worker's rings to copy threads, once nobody can give pages of its memory back any more: a fault
-        waits while the kernel takes pages away, 0.3 s for 1 GiB. Idempotent.
+        """Gives the worker's rings to copy threads, once nobody can give pages of its memory back any more: a copy
+        thread that met such a page would wait for the kernel. Idempotent.
 
         FAILED_PRECONDITION for memory that was never registered, or that the worker has sealed itself. After an error
         nothing is registered any more."""

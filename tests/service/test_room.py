@@ -22,8 +22,9 @@ from kvstore_service.client import (
 )
 from kvstore_service.daemon.config import load
 from kvstore_service.daemon.disk.catalog import Catalog
-from kvstore_service.daemon.store import room
+from kvstore_service.daemon.store import registry, room
 from kvstore_service.daemon.store.prefixes import Prefixes
+from kvstore_service.daemon.store.registry import Limits, Registry
 from kvstore_service.daemon.store.room import Room
 from kvstore_service.shared.types import PackRow
 from tests.service.test_administration import chain
@@ -260,6 +261,27 @@ def test_a_lookup_never_names_a_pack_whose_removal_has_begun() -> None:
     state.tenant_key.return_value = bytes(32)
     state.registry.is_condemned = lambda name: held() is not None
     assert Prefixes(state).lookup(MagicMock(tenant="uid-0"), LAYOUT.fingerprint, [candidate(1)]) == []
+
+
+def test_an_attach_waits_for_a_step_that_spares_its_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is leased is condemned with the others of its step, and spared at its end."""
+    row = PackRow(PackRef(bytes(32), bytes(16), 0, TOKENS), NO_PARENT, LAYOUT, "uid-0", PACK_BYTES)
+    sessions = Registry(Limits(8, 8, 8, 8, 1 << 30, 1 << 30))
+    session = sessions.open(sessions.add_worker(1000, 1, "finder"), LAYOUT, TOKENS)
+    with sessions.condemned([row.ref.pack_id]) as spared:
+        assert not spared
+        attaching = threading.Thread(target=sessions.append, args=(session, [row]))
+        attaching.start()
+        attaching.join(0.05)
+        assert attaching.is_alive()
+    attaching.join(10)
+    assert session.packs == [row]
+    monkeypatch.setattr(registry, "STEP_S", 0.05)
+    other = replace(row, ref=replace(row.ref, pack_id=bytes([1]) * 32))
+    with sessions.condemned([other.ref.pack_id]), pytest.raises(StoreError, match=r"NOT_FOUND.*being evicted"):
+        sessions.append(session, [other])
+    with sessions.condemned([row.ref.pack_id]) as spared:
+        assert spared[row.ref.pack_id].code == "FAILED_PRECONDITION"
 
 
 def test_a_sidecar_does_not_evict_the_pack_that_it_is_of(tmp_path: Path) -> None:

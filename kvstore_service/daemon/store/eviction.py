@@ -98,6 +98,7 @@ class Eviction:
 
     def _take(self, rows: Sequence[PackRow]) -> list[int]:
         """The bytes of each of these packs that nobody needed, and that are gone."""
+        rows = [row for row in rows if not self._needed(row.ref.pack_id)]  # finders would wait for what is condemned
         with self._registry.condemned([row.ref.pack_id for row in rows]) as spared:
             free = [row for row in rows if row.ref.pack_id not in spared and not self._needed(row.ref.pack_id)]
             outcomes, files = self._forget(free, {})

@@ -13,6 +13,7 @@ from kvstore_service.shared.types import Layout, PackRow, RingGeometry, StoreErr
 TOKEN_BYTES = 32
 SESSION_ID_BYTES = 12
 CLOSED_MAX = 1024
+STEP_S = 2.0  # that a step of an eviction may take; most take milliseconds
 SESSION_PACKS_MAX = 1 << 21  # over all sessions, counted in each: 8 B apiece; 2**29 tokens in packs of 256
 NO_WORKERS = {"user_workers": 0, "user_worker_bytes": 0, "user_sessions": 0}
 
@@ -115,6 +116,7 @@ class Registry:
         self._packs: Counter[int] = Counter()  # by user id, as often as a session has them
         self._rows: dict[bytes, PackRow] = {}  # of what is referenced: sessions with the same packs share their rows
         self._condemned: set[bytes] = set()
+        self._decided = threading.Condition(self._lock)  # what was condemned is gone, or spared
 
     def add_worker(self, uid: int, pid: int, name: str, operator: bool = False) -> Worker:
         """Operators have room of their own, so that no number of workers keeps them out."""
@@ -169,12 +171,12 @@ class Registry:
         return session
 
     def append(self, session: Session, packs: list[PackRow]) -> None:
-        """From here on the packs cannot be evicted. NOT_FOUND if one is being evicted, RESOURCE_EXHAUSTED."""
+        """From here on the packs cannot be evicted; which of them are still stored is to be looked at then.
+        RESOURCE_EXHAUSTED."""
         uid = session.worker.uid
         with self._lock:
+            self._await_spared({row.ref.pack_id for row in packs})
             _require_room(f"packs in sessions of user id {uid}", self._packs[uid], len(packs), self._limits.user_packs)
-            for row in packs:
-                self._require_kept(row.ref.pack_id)
             session.packs.extend(self._shared(row) for row in packs)
             self._references.update(row.ref.pack_id for row in packs)
             self._packs[uid] += len(packs)
@@ -203,9 +205,9 @@ class Registry:
 
     @contextmanager
     def keeping(self, pack_id: bytes) -> Iterator[None]:
-        """While it is held, the pack stays. NOT_FOUND if its eviction has begun."""
+        """While it is held, the pack stays, if it is still stored then."""
         with self._lock:
-            self._require_kept(pack_id)
+            self._await_spared({pack_id})
             self._references[pack_id] += 1
         try:
             yield
@@ -215,9 +217,12 @@ class Registry:
                 if not self._references[pack_id]:
                     del self._references[pack_id]
 
-    def _require_kept(self, pack_id: bytes) -> None:
-        if pack_id in self._condemned:
-            raise StoreError("NOT_FOUND", f"pack {pack_id.hex()} is being evicted", reason="PACK_EVICTED")
+    def _await_spared(self, pack_ids: Collection[bytes]) -> None:
+        """For a caller that holds the lock: returns when no step of an eviction has any of these in its hands, which
+        spares most of them. NOT_FOUND if that takes long."""
+        if not self._decided.wait_for(lambda: self._condemned.isdisjoint(pack_ids), STEP_S):
+            name = next(iter(self._condemned.intersection(pack_ids)))
+            raise StoreError("NOT_FOUND", f"pack {name.hex()} is being evicted", reason="PACK_EVICTED")
 
     @contextmanager
     def condemned(self, pack_ids: Collection[bytes]) -> Iterator[dict[bytes, StoreError]]:
@@ -232,6 +237,7 @@ class Registry:
         finally:
             with self._lock:
                 self._condemned -= taken
+                self._decided.notify_all()
 
     def _why_spared(self, pack_id: bytes) -> StoreError | None:
         if count := self._references[pack_id]:

@@ -45,7 +45,7 @@ def write_tokenizer(directory: Path, vocab: int) -> None:
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def random_checkpoint(directory: Path, seed: int, **sizes: int) -> Path:
+def random_checkpoint(directory: Path, seed: int, **sizes: int | None) -> Path:
     """A Llama whose attention is neither flat nor one-hot, so that selections matter to the logits."""
     config = transformers.LlamaConfig(
         **{

@@ -21,10 +21,12 @@ import ray
 
 from decode_worker.config import WorkerConfig
 from decode_worker.scheduler import Piece, Request
-from decode_worker.worker import CONCURRENCY, PrefillReport, Worker
+from decode_worker.worker import PrefillReport, Worker
 from kvstore_service.shared.scratch import Scratch
 
 CLOSE_S = 30.0
+CONCURRENCY = 64  # calls that an actor takes at a time; what they ask for waits for slots
+CONTROL = "control"
 PORT_VARIABLE = "RAY_GCS_SERVER_PORT"
 END_S = 5.0
 TICK_S = 0.25
@@ -120,6 +122,12 @@ def _init(cpus: int, directory: str) -> None:
     )
 
 
+def worker_actor(**options: Any) -> Any:
+    """`Worker` as an actor's class. What ends or watches a call has threads of its own: the others may all wait."""
+    grouped = ray.remote(concurrency_groups={CONTROL: 2})(Worker)
+    return grouped.options(num_cpus=1, max_concurrency=CONCURRENCY, **options)
+
+
 class RemoteWorker:
     """A `Worker` in a Ray actor; every public method of it can be called here and waits for the result.
 
@@ -128,7 +136,7 @@ class RemoteWorker:
     def __init__(self, config: WorkerConfig, call_s: float = 3600.0, **options: Any) -> None:
         """options: of the actor, such as num_gpus or scheduling_strategy."""
         self._call_s = call_s
-        self._actor = ray.remote(Worker).options(num_cpus=1, max_concurrency=CONCURRENCY, **options).remote(config)
+        self._actor = worker_actor(**options).remote(config)
 
     def __getattr__(self, name: str) -> Any:
         return functools.partial(self._call, name)
@@ -143,7 +151,7 @@ class RemoteWorker:
             if asked and ray.wait(asked, timeout=0)[0]:
                 progress(*ray.get(asked.pop()))
             if not asked:
-                asked.append(self._actor.progress.remote())
+                asked.append(self._actor.progress.options(concurrency_group=CONTROL).remote())
 
         report: PrefillReport = self._call("prefill_document", ids, meanwhile=ask)
         return report
@@ -152,6 +160,7 @@ class RemoteWorker:
         """As Worker's; several threads may generate at once. Closing the iterator cancels the request."""
         request = replace(request, key=request.key or secrets.token_hex(8))
         answers = self._actor.generate.remote(request)
+        ended = False
         try:
             while True:
                 with self._explaining("generate"):
@@ -159,11 +168,13 @@ class RemoteWorker:
                     try:
                         answer = next(answers)
                     except StopIteration:
+                        ended = True
                         return
                     piece: Piece = ray.get(answer)
                 yield piece
         finally:
-            self._actor.cancel.remote(request.key)
+            if not ended:
+                self._actor.cancel.options(concurrency_group=CONTROL).remote(request.key)
 
     def _call(self, name: str, *args: Any, meanwhile: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
         with self._explaining(name):

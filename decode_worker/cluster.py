@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from decode_worker.actor import worker_actor
 from decode_worker.config import DEFAULTS, KEYS, ConfigError, WorkerConfig
-from decode_worker.worker import CONCURRENCY, Worker
 from kvstore_service.shared.settings import Parser, add_flags
 
 NAMESPACE = "headgate"
@@ -32,17 +32,13 @@ def place_workers(config: WorkerConfig) -> list[str]:
     """
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     actors = [
-        ray.remote(Worker)
-        .options(
+        worker_actor(
             name=actor_name(node),
             get_if_exists=True,
             lifetime="detached",
-            num_cpus=1,
-            max_concurrency=CONCURRENCY,
             max_restarts=-1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(config)
+        ).remote(config)
         for node in nodes
     ]
     ray.get([actor.ping.remote() for actor in actors], timeout=START_S)

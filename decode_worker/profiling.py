@@ -98,11 +98,12 @@ class Score(NamedTuple):
 
 @torch.inference_mode()
 def prefill(model: Transformer, ids: Sequence[int], storage: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """K and V of a document by layer, [H, N, d], rounded as stored; attention itself sees them unrounded."""
+    """K and V of a document by layer, [H, N, d], rounded as stored and as attention sees them."""
     positions, x = torch.arange(len(ids)), model.embed(torch.tensor(ids))
     prefix = []
     for layer in range(model.config.layers):
         _, k, v = model.qkv(layer, x, positions)
+        k, v = (each.to(storage).to(each.dtype) for each in (k, v))
         prefix.append((_stored(k, storage), _stored(v, storage)))
         if layer == model.config.layers - 1:
             break  # the output of the last layer has no reader

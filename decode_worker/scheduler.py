@@ -41,9 +41,9 @@ class Engine(Protocol[Session]):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue by at most `new_tokens`. `priority`: higher ones are admitted first, equal ones in their
-    order. The text ends before a token of `stop_ids` and before any of the strings `stop`. `key`: its name, by which it
-    can be cancelled."""
+    """A prompt to continue by at most `new_tokens`, from 1 on. `priority`: higher ones are admitted first, equal ones in
+    their order. The text ends before a token of `stop_ids` and before any of the strings `stop`. `key`: its name, by
+    which it can be cancelled."""
 
     prompt: Sequence[int]
     new_tokens: int
@@ -52,6 +52,10 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     key: str = ""
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 1:
+            raise ValueError(f"new_tokens is {self.new_tokens}; ask for at least 1")
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,17 @@ class Scheduler(Generic[Session]):
     @property
     def busy(self) -> bool:
         """Whether any generation has not ended."""
-        return bool(self._waiting or self._running)
+        return bool(self._open())
 
     def submit(self, request: Request, progress: Progress | None = None) -> Generation[Session]:
-        """`progress(done, total)` of its prefill is called by whoever drives the engine then."""
+        """`progress(done, total)` of its prefill is called by whoever drives the engine then. ValueError for a key that
+        another request has now."""
         generation = Generation[Session](
             request, self._text_stream(), progress, Sampler([request.sampling]), StopText(request.stop)
         )
         with self._lock:
+            if request.key and any(other.request.key == request.key for other in self._open()):
+                raise ValueError(f"key {request.key!r} is another request's, which has not ended; use a new one")
             heapq.heappush(self._waiting, (-request.priority, next(self._arrivals), generation))
         return generation
 
@@ -152,9 +159,12 @@ class Scheduler(Generic[Session]):
     def cancel_key(self, key: str) -> None:
         """Cancels the generation whose request has this key, if it runs or waits; not one without a key."""
         with self._lock:
-            for generation in [*self._running, *(entry[2] for entry in self._waiting)]:
+            for generation in self._open():
                 if key and generation.request.key == key:
                     self.cancel(generation)
+
+    def _open(self) -> list[Generation[Session]]:
+        return [*self._running, *(entry[2] for entry in self._waiting)]
 
     # --- admission ---
 

@@ -21,8 +21,6 @@ from decode_worker.model.transformer import Transformer
 from decode_worker.scheduler import Piece, Request, Scheduler
 from kvstore_service.client import AdminClient, StoreError
 
-CONCURRENCY = 64  # calls that an actor of a worker takes at a time; what they ask for waits for slots
-
 
 @dataclass(frozen=True)
 class PrefillReport:
@@ -164,7 +162,10 @@ class Worker:
         threads are decoded together, as many at a time as there are slots; closing the iterator cancels its own."""
         request = replace(request, stop_ids=request.stop_ids | self._engine.tokenizer.eos_ids)
         with self._explaining():
-            yield from self._scheduler.stream(self._scheduler.submit(request, progress))
+            with self._lock:  # until it is submitted, other settings may come
+                scheduler = self._scheduler
+                generation = scheduler.submit(request, progress)
+            yield from scheduler.stream(generation)
 
     def cancel(self, key: str) -> None:
         """Ends the generation whose request has this key; nothing if there is none."""

@@ -245,13 +245,21 @@ def test_an_interrupted_step_is_an_error_for_all_that_took_part() -> None:
 
 def test_keys_name_generations() -> None:
     scheduler = scheduler_of(Pretended(slots=1))
-    made = [scheduler.submit(Request([1], 4, key=key)) for key in ("a", "", "b", "b")]
+    made = [scheduler.submit(Request([1], 4, key=key)) for key in ("a", "", "b", "")]
+    with pytest.raises(ValueError, match="another request's"):
+        scheduler.submit(Request([2], 4, key="b"))
     scheduler.advance()
     for key in ("a", "b", "", "nobody"):
         scheduler.cancel_key(key)
+    made.append(scheduler.submit(Request([2], 4, key="b")))
     run_out(scheduler)
     ends = [generation.finish for generation in made]
-    assert ends == [Finish.CANCELLED, Finish.LENGTH, Finish.CANCELLED, Finish.CANCELLED]
+    assert ends == [Finish.CANCELLED, Finish.LENGTH, Finish.CANCELLED, Finish.LENGTH, Finish.LENGTH]
+
+
+def test_a_request_asks_for_something() -> None:
+    with pytest.raises(ValueError, match="new_tokens is 0"):
+        Request([1], 0)
 
 
 def test_threads_that_wait_drive_each_other() -> None:

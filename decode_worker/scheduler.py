@@ -41,8 +41,8 @@ class Engine(Protocol[Session]):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue by at most `new_tokens`, from 1 on. `priority`: higher ones are admitted first, equal ones in
-    their order. The text ends before a token of `stop_ids` and before any of the strings `stop`. `key`: its name, by
+    """A prompt to continue by at most `new_tokens`, from 1 on. `priority`: higher ones are admitted first, equal ones
+    in their order. The text ends before a token of `stop_ids` and before any of the strings `stop`. `key`: its name, by
     which it can be cancelled."""
 
     prompt: Sequence[int]

@@ -142,7 +142,7 @@ void DataPlane::close_pack(uint32_t pack) {
       uint64_t next_owner = 0;
       engine->call([&](RingService& service) { return service.forget_pack(file.get(), next_owner); });
     }
-    if (eventually(kDropDeadline, [&] { return frames_.drop(*file); })) return;
+    if (eventually(kDropDeadline, [&] { return drop(*file); })) return;
   } catch (...) {
     std::lock_guard lock(mutex_);
     drop_frames(std::move(file));
@@ -152,10 +152,17 @@ void DataPlane::close_pack(uint32_t pack) {
   drop_frames(std::move(file));
 }
 
+// Gives up what frames of the pack are not pinned, in small parts; true when none is left.
+bool DataPlane::drop(PackFile& pack) {
+  for (size_t next = 0; next < pack.frame_of_extent.size(); std::this_thread::sleep_for(kShrinkNap))
+    if (frames_.drop(pack, next)) return true;
+  return false;
+}
+
 // With the mutex held. A pack lives as long as a read in flight holds one of its frames.
 void DataPlane::drop_frames(std::shared_ptr<PackFile> pack) {
   closing_packs_.push_back(std::move(pack));
-  std::erase_if(closing_packs_, [this](const auto& closing) { return frames_.drop(*closing); });
+  std::erase_if(closing_packs_, [this](const auto& closing) { return drop(*closing); });
 }
 
 PackHeader DataPlane::pack_header(uint32_t pack) { return find_pack(pack)->header(); }

@@ -88,6 +88,7 @@ class DataPlane {
   std::shared_ptr<Worker> find_worker(uint32_t worker);
   UploadEntry find_upload(uint32_t upload);
   BoundPack bound_pack(uint32_t pack);
+  bool drop(PackFile& pack);
   void drop_frames(std::shared_ptr<PackFile> pack);
   uint32_t least_loaded(uint32_t first);
   // These with the worker's control lock held.

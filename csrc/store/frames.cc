@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <unordered_map>
@@ -16,8 +17,9 @@ constexpr int kBlocksReadSingly = 3;  // with more blocks wanted, the whole exte
 
 constexpr size_t kLookAhead = 8;  // extents whose state is fetched before it is looked at
 
-// While an owner shrinks the mutex is held for some 20 us at a time.
+// While an owner shrinks, or a pack is dropped, the mutex is held for some 20 us at a time.
 constexpr uint32_t kShrinkAtOnce = 256;
+constexpr size_t kDropLooks = 8192;  // extents, most of them without a frame
 constexpr uint64_t kShrinkLooks = 16;
 
 uint32_t frames_in(uint64_t dram_bytes, uint32_t extent_blocks) {
@@ -177,18 +179,16 @@ void Frames::landed(std::span<const Landing> landings) {
   landings_.fetch_add(1, std::memory_order_release);
 }
 
-bool Frames::drop(PackFile& pack) {
+bool Frames::drop(PackFile& pack, size_t& next) {
   std::lock_guard lock(mutex_);
-  bool empty = true;
-  for (uint32_t frame : pack.frame_of_extent) {
-    if (frame == kNoFrame) continue;
-    if (meta_[frame].pins > 0) {
-      empty = false;
-      continue;
-    }
+  const size_t end = std::min(pack.frame_of_extent.size(), next + kDropLooks);
+  for (uint32_t gone = 0; pack.frames > 0 && next < end && gone < kShrinkAtOnce; ++next) {
+    const uint32_t frame = pack.frame_of_extent[next];
+    if (frame == kNoFrame || meta_[frame].pins > 0) continue;
     give_up(frame);
+    ++gone;
   }
-  return empty;
+  return pack.frames == 0;
 }
 
 Frames::Census Frames::census() const {
@@ -265,6 +265,7 @@ void Frames::unpin(uint32_t frame, uint32_t count) {
 void Frames::admit(uint32_t frame, const ExtentUse& use, uint8_t weight) {
   meta_[frame] = {.pack = use.pack, .extent = use.extent};
   use.pack->frame_of_extent[use.extent] = frame;
+  ++use.pack->frames;
   link(use.pack->account, frame);
   policy_.admit(frame, weight);
 }
@@ -273,6 +274,7 @@ void Frames::evict(uint32_t frame) {
   Meta& m = meta_[frame];
   blocks_evicted_ += std::popcount(m.valid);
   m.pack->frame_of_extent[m.extent] = kNoFrame;
+  --m.pack->frames;
   leave(m.pack->account, frame);
   m = {};
   policy_.remove(frame);

@@ -80,8 +80,9 @@ class Frames {
   void refresh(std::span<ExtentUse> uses);
   void release(std::span<const ExtentUse> uses);
   void landed(std::span<const Landing> landings);
-  // Gives up every unpinned frame of the pack; true when none is left.
-  bool drop(PackFile& pack);
+  // Gives up unpinned frames of some of the pack's extents, from `next` on, which moves on; true when no frame of the
+  // pack is left.
+  bool drop(PackFile& pack, size_t& next);
 
   // What must add up, counted in two ways at one moment: landed = valid + evicted, used = held = of all owners, and
   // each owner's frames = those found to be its.

@@ -55,6 +55,7 @@ class PackFile {
 
   FrameAccount& account;
   std::vector<uint32_t> frame_of_extent;  // guarded by Frames
+  uint32_t frames = 0;                    // that it holds; guarded by Frames
   std::atomic<uint32_t> bound{0};         // slots that use this pack
   std::atomic<bool> damaged{false};       // a read has met a block that fails its check
 

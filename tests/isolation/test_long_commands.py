@@ -1,5 +1,6 @@
 """A worker with thousands of runs under way ends them in small parts: others are served between these."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from decode_worker._native import OP_GATHER, OP_RANGE
-from kvstore_service._native import RingGeometry
+from kvstore_service._native import BLOCK_BYTES, RingGeometry
 from tests.support.rig import NO_PAIRS, OK, WAIT_US, FaultyRig, Rig, run, until
 
 RINGS, WINDOW = 64, 128  # of a worker; runs of a ring that are under way at once
@@ -59,3 +60,30 @@ def test_runs_of_a_neighbour_end_in_small_parts(tmp_path: Path, ending: str) -> 
 
         assert any(max(ended_meanwhile()) < RUNS / 4 for _ in range(ATTEMPTS))
         assert not victim.ring.poisoned
+
+
+def test_a_pack_that_fills_the_tier_is_closed_in_small_parts(tmp_path: Path) -> None:
+    """Copy threads, which need a lock for every ticket, would wait until all of its frames are given up."""
+    layers, tokens, record_bytes = 2, 4096, 4096
+    frames = layers * tokens * record_bytes // (4 * BLOCK_BYTES)
+
+    def left_meanwhile() -> list[int]:
+        """Frames in use, again and again, while the pack is closed."""
+        with Rig(tmp_path, window_bytes=1 << 25, staging_bytes=1 << 25) as rig:
+            pack = rig.make_pack(np.random.default_rng(1), layers, 1, record_bytes, tokens)
+            epoch = rig.bind(0, [pack], 256, first=0, gap=0)
+            for layer, first in itertools.product(range(layers), range(0, tokens, 256)):
+                whole = run(0, epoch, first_pair=first, pair_count=256)
+                assert tuple(rig.ask(OP_RANGE, layer, whole)[0]) == (OK, 0)
+            rig.plane.unbind(rig.worker, 0)
+            left = [rig.plane.stats()["frames_used"]]
+            assert left[0] == frames
+            close = threading.Thread(target=rig.plane.close_pack, args=(pack.handle,))
+            close.start()
+            while left[-1] > 0:
+                left.append(rig.plane.stats()["frames_used"])
+            close.join(30)
+            pack.path.unlink()
+            return left
+
+    assert any(max(-np.diff(left_meanwhile())) < frames / 2 for _ in range(ATTEMPTS))

@@ -92,7 +92,7 @@ PER_USER = {
     "user_dram_bytes": "frames of the DRAM tier that hold a user id's packs, in bytes",
     "user_sessions": "open sessions of a user id",
     "user_stored_bytes": "bytes of a user id's committed packs and sidecars",
-    "user_worker_bytes": "memory of a user id's workers: windows, staging, rings",
+    "user_worker_bytes": "memory of a user id's workers: windows, staging, rings, bindings",
     "user_workers": "workers of a user id",
 }
 HISTOGRAMS = {

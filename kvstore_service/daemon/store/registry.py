@@ -4,7 +4,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,14 +14,16 @@ TOKEN_BYTES = 32
 SESSION_ID_BYTES = 12
 CLOSED_MAX = 1024
 STEP_S = 2.0  # that a step of an eviction may take; most take milliseconds
+RINGS_MAX = 512  # over all workers, two for each of them: whoever looks at one ring has looked at all others before
 SESSION_PACKS_MAX = 1 << 21  # over all sessions, counted in each: 8 B apiece; 2**29 tokens in packs of 256
+WINDOW_BYTES, BOUND_PACK_BYTES = 16, 32  # of a binding
 NO_WORKERS = {"user_workers": 0, "user_worker_bytes": 0, "user_sessions": 0}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much all users together may hold, and each of them; bytes are of windows, staging and rings, packs those of
-    sessions, counted in each."""
+    """How much all users together may hold, and each of them; bytes are of windows, staging, rings and bindings, packs
+    those of sessions, counted in each."""
 
     sessions: int
     user_sessions: int
@@ -30,6 +32,8 @@ class Limits:
     worker_bytes: int
     user_bytes: int
     user_packs: int = SESSION_PACKS_MAX
+    rings: int = RINGS_MAX
+    user_rings: int = RINGS_MAX
     workers: int = 256
     user_workers: int = 64
     operators: int = 16
@@ -40,7 +44,7 @@ class Limits:
         share = max(1, users)
         return cls(
             sessions, max(1, sessions // share), slots, max(1, slots // share), worker_bytes, machine_bytes // share,
-            SESSION_PACKS_MAX // share,
+            SESSION_PACKS_MAX // share, user_rings=max(2, RINGS_MAX // share),
         )  # fmt: skip
 
 
@@ -63,11 +67,17 @@ class Session:
 
 @dataclass(eq=False)
 class Binding:
-    """What a slot reads: the session, and the packs that are held open for it."""
+    """What a slot reads: the session, the packs that are held open for it, and its windows in all layers and lanes."""
 
     session: Session
     packs: list[PackRow]
     epoch: int
+    windows: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the daemon's own."""
+        return self.windows * WINDOW_BYTES + len(self.packs) * BOUND_PACK_BYTES
 
 
 @dataclass(eq=False)
@@ -87,7 +97,7 @@ class Worker:
     gone: bool = False
     native_id: int | None = None
     slots: int = 0
-    memory_bytes: int = 0  # of window, staging and rings
+    memory_bytes: int = 0  # of window, staging and rings; see held_bytes
     wait_ms: int = 0
     rings: tuple[RingGeometry, ...] = ()
     unsealed: list[int] = field(default_factory=list)
@@ -97,6 +107,11 @@ class Worker:
     unbound: set[int] = field(default_factory=set)
     closed: deque[str] = field(default_factory=lambda: deque(maxlen=CLOSED_MAX))
     joined_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of window, staging, rings and bindings; any thread may ask."""
+        return self.memory_bytes + sum(binding.memory_bytes for binding in list(self.bound.values()))
 
     @property
     def tenant(self) -> str:
@@ -146,7 +161,7 @@ class Registry:
             )
         return worker
 
-    def grant(self, worker: Worker, slots: int, memory_bytes: int) -> None:
+    def grant(self, worker: Worker, slots: int, memory_bytes: int, rings: Sequence[RingGeometry] = ()) -> None:
         """Counts what a worker's memory takes, in place of what was counted for it before. RESOURCE_EXHAUSTED."""
         limits = self._limits
         with self._lock:
@@ -155,10 +170,19 @@ class Registry:
             user = f"of user id {worker.uid}"
             _require_room("slots_max", sum(other.slots for other in others), slots, limits.slots)
             _require_room(f"slots_max {user}", sum(other.slots for other in own), slots, limits.user_slots)
+            _require_room("rings", sum(len(other.rings) for other in others), len(rings), limits.rings)
+            _require_room(f"rings {user}", sum(len(other.rings) for other in own), len(rings), limits.user_rings)
             _require_room("worker_bytes_max", 0, memory_bytes, limits.worker_bytes)
-            held_bytes = sum(other.memory_bytes for other in own)
+            held_bytes = sum(other.held_bytes for other in own)
             _require_room(f"memory {user}", held_bytes, memory_bytes, limits.user_bytes)
-            worker.slots, worker.memory_bytes = slots, memory_bytes
+            worker.slots, worker.memory_bytes, worker.rings = slots, memory_bytes, tuple(rings)
+
+    def require_memory(self, worker: Worker, more_bytes: int) -> None:
+        """RESOURCE_EXHAUSTED if the worker's bindings may not take so much more."""
+        with self._lock:
+            _require_room("worker_bytes_max", worker.held_bytes, more_bytes, self._limits.worker_bytes)
+            held_bytes = sum(other.held_bytes for other in self._workers.values() if other.uid == worker.uid)
+            _require_room(f"memory of user id {worker.uid}", held_bytes, more_bytes, self._limits.user_bytes)
 
     def open(self, worker: Worker, layout: Layout, declared_max_tokens: int) -> Session:
         session = Session(secrets.token_hex(SESSION_ID_BYTES), worker, layout, declared_max_tokens)
@@ -296,7 +320,7 @@ class Registry:
             if not worker.operator:
                 of = found.setdefault(worker.uid, dict(NO_WORKERS))
                 of["user_workers"] += 1
-                of["user_worker_bytes"] += worker.memory_bytes
+                of["user_worker_bytes"] += worker.held_bytes
                 of["user_sessions"] += len(worker.sessions)
         return found
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.store.registry import Session, Worker
+from kvstore_service.daemon.store.registry import BOUND_PACK_BYTES, Session, Worker
 from kvstore_service.daemon.store.slots import Slots
 from kvstore_service.daemon.store.state import State, served
 from kvstore_service.shared.types import (
@@ -99,6 +99,7 @@ class Sessions:
         """All or none. Every pack is open before the first slot is told, so that only the end of the worker or of the
         data plane can come between; a slot that was told then ends, because it cannot be told otherwise."""
         worker = session.worker
+        self._state.registry.require_memory(worker, len(rows) * len(session.slots) * BOUND_PACK_BYTES)
         self._state.registry.append(session, list(rows))
         opened: list[tuple[int, PackRow, int]] = []
         told: list[int] = []

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.store.registry import Binding, Worker
+from kvstore_service.daemon.store.registry import BOUND_PACK_BYTES, Binding, Worker
 from kvstore_service.daemon.store.state import State, served
 from kvstore_service.shared.types import PackRef, StoreError
 
@@ -38,7 +38,9 @@ class Slots:
                 raise StoreError("INVALID_ARGUMENT", f"{len(windows)} windows; one per layer and lane is needed")
             if slot in worker.bound:
                 raise StoreError("FAILED_PRECONDITION", f"slot {slot} is bound; unbind it first", reason="SLOT_BOUND")
-            binding = Binding(session, [], 0)
+            binding = Binding(session, [], 0, len(windows))
+            more_bytes = binding.memory_bytes + len(session.packs) * BOUND_PACK_BYTES
+            self._state.registry.require_memory(worker, more_bytes)
             try:
                 handles = []
                 for row in session.packs:

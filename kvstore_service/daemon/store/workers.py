@@ -13,6 +13,7 @@ from kvstore_service.shared import memory
 from kvstore_service.shared.types import RingGeometry, StoreError
 
 RINGS_MAX = 64
+TICKET_BYTES = 64  # of the daemon's own memory, for each ticket of a ring
 WAIT_MS_MAX = 600_000
 
 
@@ -59,7 +60,7 @@ class Workers:
             if wait_ms > WAIT_MS_MAX:
                 raise StoreError("INVALID_ARGUMENT", f"wait_ms {wait_ms}: a worker waits at most {WAIT_MS_MAX} ms")
             memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings)
-            self._state.registry.grant(worker, slots, memory_bytes)
+            self._state.registry.grant(worker, slots, memory_bytes, rings)
             worker.wait_ms = wait_ms
             descriptors: list[int] = []
             try:
@@ -77,7 +78,6 @@ class Workers:
                     os.close(fd)
                 self._forget_memory(worker)
                 raise
-            worker.rings = tuple(rings)
             self._state.events.tell("worker", worker.tenant, detail=f"registered: {worker.name}, pid {worker.pid}")
             event(log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id)
             return Registered(worker.native_id, descriptors)
@@ -169,4 +169,6 @@ def _memory_bytes(slots: int, window_bytes: int, staging_bytes: int, rings: Sequ
             "INVALID_ARGUMENT", f"a worker has slots, window and staging bytes, and 1 to {RINGS_MAX} rings"
         )
     shapes = [native.ring_geometry(ring) for ring in rings]
-    return window_bytes + staging_bytes + sum(shape.requests_bytes + shape.completions_bytes for shape in shapes)
+    tickets_bytes = sum(ring.tickets for ring in rings) * TICKET_BYTES
+    shared_bytes = sum(shape.requests_bytes + shape.completions_bytes for shape in shapes)
+    return window_bytes + staging_bytes + shared_bytes + tickets_bytes

@@ -156,6 +156,13 @@ class Scheduler(Generic[Session]):
             heapq.heapify(self._waiting)
             self._end(generation, Finish.CANCELLED, error)
 
+    def end(self, error: Exception) -> None:
+        """Fails whatever has not ended."""
+        with self._lock:
+            for generation in self._open():
+                self._fail(generation, error)
+            self._waiting = []
+
     def cancel_key(self, key: str) -> None:
         """Cancels the generation whose request has this key, if it runs or waits; not one without a key."""
         with self._lock:

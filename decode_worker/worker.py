@@ -21,6 +21,8 @@ from decode_worker.model.transformer import Transformer
 from decode_worker.scheduler import Piece, Request, Scheduler
 from kvstore_service.client import AdminClient, StoreError
 
+LOADED_WITH = ("model", "context", "compute")  # settings that loaded weights depend on
+
 
 @dataclass(frozen=True)
 class PrefillReport:
@@ -75,14 +77,23 @@ class Worker:
         return self._progress
 
     def reconfigure(self, **changes: Any) -> None:
-        """Replaces the engine by one with other settings (policy, retriever, budget, ...); the model stays loaded."""
+        """Replaces the engine by one with other settings (policy, retriever, budget, ...). The model stays loaded,
+        unless it is another one or computes otherwise.
+
+        With settings that cannot be had the worker goes on with those that it has."""
         with self._lock:
             if self._scheduler.busy:
                 raise ValueError("the worker is generating; other settings need an idle one")
             config, model = self._engine.config, self._engine.model
+            changed = replace(config, **changes)
+            loaded = all(getattr(changed, name) == getattr(config, name) for name in LOADED_WITH)
             self._engine.close()
             self._footprint = None
-            self._join(replace(config, **changes), model)
+            try:
+                self._join(changed, model if loaded else None)
+            except Exception:
+                self._join(config, model)
+                raise
 
     def _join(self, config: WorkerConfig, model: Transformer | None) -> None:
         try:
@@ -162,7 +173,7 @@ class Worker:
         threads are decoded together, as many at a time as there are slots; closing the iterator cancels its own."""
         request = replace(request, stop_ids=request.stop_ids | self._engine.tokenizer.eos_ids)
         with self._explaining():
-            with self._lock:  # until it is submitted, other settings may come
+            with self._lock:  # an engine is replaced only while nothing is submitted to its scheduler
                 scheduler = self._scheduler
                 generation = scheduler.submit(request, progress)
             yield from scheduler.stream(generation)
@@ -172,7 +183,9 @@ class Worker:
         self._scheduler.cancel_key(key)
 
     def close(self) -> None:
+        """Generations under way end with an error that says so."""
         with self._lock:
+            self._scheduler.end(ValueError("the worker was closed while it was generating"))
             self._engine.close()
         if self._admin is not None:
             self._admin.close()

@@ -12,7 +12,7 @@ from decode_worker.config import WorkerConfig
 from decode_worker.engine.computing import computing
 from decode_worker.engine.pack_reader import PackReader
 from decode_worker.engine.prefill import Prefill, Prefilled, Progress, StoredPrefix, reusable
-from decode_worker.engine.prefix import EXACT, HASH_BLOCK_TOKENS, candidates
+from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates
 from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
@@ -31,6 +31,7 @@ from kvstore_service.client import (
     KindSpec,
     Layout,
     PackRef,
+    PrefixCandidate,
     RingGeometry,
     StoreClient,
     StoreError,
@@ -149,11 +150,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _stored_prefix(self, session: Session, ids: Sequence[int]) -> Iterator[StoredPrefix | None]:
-        """What the store has of a prompt, attached, and bound to be read for as long as the block lasts; None if it is
-        too little to save a chunk of prefill."""
-        found = self._look_up(ids[:-1], EXACT)
-        tokens = sum(ref.tokens for ref in found)
-        if not reusable(tokens):
+        """What the store has of a prompt in whole chunks, attached, and bound to be read for as long as the block
+        lasts; None if it has none."""
+        found = self._look_up(reusable(ids[:-1], self.transport.pack_tokens))
+        if not found:
             yield None
             return
         self.client.attach_packs(session.session_id, found)
@@ -165,14 +165,11 @@ class Engine:
                 keys, values = (torch.cat(each) for each in zip(*parts, strict=True))
                 return keys, values
 
-            prefix = StoredPrefix(found[-1].pack_id, tokens, read)
-            yield prefix
-        session.reused = prefix.reused
+            yield StoredPrefix(found[-1].pack_id, session.stored, read)
+        session.reused = sum(ref.tokens for ref in found)
 
-    def _look_up(self, ids: Sequence[int], computing: bytes) -> list[PackRef]:
-        return self.client.lookup_prefix(
-            self.layout.fingerprint, candidates(ids, self.transport.pack_tokens, computing)
-        )
+    def _look_up(self, wanted: Sequence[PrefixCandidate]) -> list[PackRef]:
+        return self.client.lookup_prefix(self.layout.fingerprint, wanted)
 
     def attach(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
         """Binds a slot to the longest stored prefix of `ids`, without copying. Returns the session and the ids it
@@ -194,7 +191,7 @@ class Engine:
         return session, list(ids[session.stored :])
 
     def _attach_to(self, session: Session, ids: Sequence[int]) -> None:
-        found = self._look_up(ids[:-1], self._computing)
+        found = self._look_up(candidates(ids[:-1], self.transport.pack_tokens, self._computing))
         if found:
             self.client.attach_packs(session.session_id, found)
         session.packs = self._indexed(session, found)

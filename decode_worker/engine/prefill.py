@@ -4,8 +4,8 @@ All chunks of a layer run before the next layer, so the worker holds hidden stat
 whole cache. The daemon writes the packs of layer l while layer l+1 computes.
 
 What the store has of a prompt is read, layer by layer, and the rest attends to it. Chunks start at multiples of
-CHUNK_TOKENS and attend to K and V as they are stored, so that the logits behind a stored prefix that a prefill wrote
-are bit-equal to those of computing it all.
+CHUNK_TOKENS, attend to K and V as they are stored, and are computed as a whole or not taken from the store: a product
+of another shape has other last bits. So the logits behind a stored prefix are bit-equal to those of computing it all.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from decode_worker.engine.prefix import reservations
+from decode_worker.engine.prefix import exact_candidates, reservations
 from decode_worker.model.attention import causal_attention
 from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import PackDraft, PackWriter
 from decode_worker.packs import IndexedPack
 from decode_worker.records import RecordFormat
+from kvstore_service.client import PrefixCandidate
 
 CHUNK_TOKENS = 1024
 THREADS = len(os.sched_getaffinity(0))  # its products are large, where those of a decode step are small
@@ -31,22 +32,19 @@ IMPORTANCE_QUERIES = 32
 Progress = Callable[[int, int], None]
 
 
-def reusable(stored: int) -> int:
-    """How many of a prompt's first tokens need not be computed where `stored` of them are."""
-    return stored // CHUNK_TOKENS * CHUNK_TOKENS
+def reusable(ids: Sequence[int], pack_tokens: int) -> list[PrefixCandidate]:
+    """Packs of whole chunks, which no prompt that ended within a chunk has written, and no session's tail."""
+    return exact_candidates(ids, pack_tokens, CHUNK_TOKENS)
 
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """Packs that a prompt starts with. `read(layer)`: their K, V [tokens, H, d] in token order, `tokens` in all."""
+    """Packs of whole chunks that a prompt starts with. `read(layer)`: their K, V [tokens, H, d] in token order,
+    `tokens` in all."""
 
     parent: bytes  # the last pack's id
     tokens: int
     read: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-
-    @property
-    def reused(self) -> int:
-        return reusable(self.tokens)
 
 
 @dataclass
@@ -131,7 +129,7 @@ class Prefill:
         model = self._model
         stored = drafts[-1][1].stop if drafts else prefix.tokens if prefix else 0
         positions = torch.arange(len(ids))
-        x = model.embed(torch.tensor(ids[prefix.reused if prefix else 0 :]))
+        x = model.embed(torch.tensor(ids[prefix.tokens if prefix else 0 :]))
         result = Prefilled([], torch.empty(0), [], [])
         before = x[-1:]  # the input of the layer before: what a speculative query is made from
         for layer in range(model.config.layers):
@@ -163,9 +161,8 @@ class Prefill:
         config, tokens, before = self._model.config, len(positions), len(positions) - len(x)
         shape = (tokens, config.kv_heads, config.head_dim)
         keys, values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
-        if prefix is not None and before > 0:
-            stored_keys, stored_values = prefix.read(layer)
-            keys[:before], values[:before] = stored_keys[:before], stored_values[:before]
+        if prefix is not None:
+            keys[:before], values[:before] = prefix.read(layer)
         last_layer = layer == config.layers - 1
         queries = torch.empty(0, config.q_heads, config.head_dim, dtype=x.dtype)
         out = x[-1:] if last_layer else torch.empty_like(x)

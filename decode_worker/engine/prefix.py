@@ -47,15 +47,18 @@ def candidates(ids: Sequence[int], pack_tokens: int, computing: bytes = EXACT) -
     """Every pack that could hold a part of `ids`: exact ones of any number of hash blocks, and the tails that
     sessions computing under `computing` have sealed, one block each. Exact ones come first: of equally long chains
     the store answers the first."""
-    blocks = len(ids) // HASH_BLOCK_TOKENS
-    per_pack = pack_tokens // HASH_BLOCK_TOKENS
-    exact, own = [], []
-    for block in range(blocks):
-        first = block * HASH_BLOCK_TOKENS
-        for count in range(1, min(per_pack, blocks - block) + 1):
-            tokens = count * HASH_BLOCK_TOKENS
-            exact.append(PrefixCandidate(first, tokens, token_digest(ids[first : first + tokens])))
-        if computing:
+    own = []
+    if computing:
+        for first in range(0, len(ids) - HASH_BLOCK_TOKENS + 1, HASH_BLOCK_TOKENS):
             block_ids = ids[first : first + HASH_BLOCK_TOKENS]
             own.append(PrefixCandidate(first, HASH_BLOCK_TOKENS, token_digest(block_ids, computing)))
-    return exact + own
+    return exact_candidates(ids, pack_tokens, HASH_BLOCK_TOKENS) + own
+
+
+def exact_candidates(ids: Sequence[int], pack_tokens: int, unit: int) -> list[PrefixCandidate]:
+    """Every exact pack of whole units of `unit` tokens that could hold a part of `ids`."""
+    return [
+        PrefixCandidate(first, tokens, token_digest(ids[first : first + tokens]))
+        for first in range(0, len(ids), unit)
+        for tokens in range(unit, min(pack_tokens, len(ids) - first) + 1, unit)
+    ]

@@ -216,7 +216,7 @@ KEYS = (
     Key("broker", lambda: settings.runtime_dir() / "broker.sock", _socket_path, "unix socket of the fd broker"),
     Key("dram_bytes", lambda: "1GiB", _dram_bytes, "memory of the DRAM tier", format_size),
     Key("nvme_bytes", lambda: "64GiB", settings.size(1 << 20), "most bytes of packs and sidecars on disk", format_size),
-    Key("pack_tokens", lambda: 1024, _pack_tokens, "most tokens of a pack, a multiple of 256"),
+    Key("pack_tokens", lambda: 1024, _pack_tokens, "most tokens of a pack, a multiple of 256; prefill reuses 1024s"),
     Key("extent_blocks", lambda: 4, settings.count(1, 16), "4 KiB blocks that are cached together"),
     Key("copy_threads", lambda: "auto", _copy_threads, "copy threads; auto = cores - 1, from 1 to 4"),
     Key("io_depth", lambda: 64, settings.count(1, 4096), "reads in flight per copy thread"),

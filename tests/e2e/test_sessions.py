@@ -1,9 +1,12 @@
 """Sessions of one engine: what is closed stays closed, what fails leaves alone, and threads may share a worker."""
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from decode_worker.worker import Worker
 from kvstore_service.client import StoreError
 from tests.support.daemon_process import Daemon
 
-from .conftest import greedy, joined, random_ids, worker_settings
+from .conftest import greedy, joined, random_checkpoint, random_ids, worker_settings
 
 SLOTS = 4
 
@@ -102,3 +105,60 @@ def test_other_settings_need_an_idle_worker(worker: Worker) -> None:
     stream.close()  # type: ignore[attr-defined]
     worker.reconfigure(policy="full")
     assert len(list(worker.generate(Request(random_ids(300, 5), 12)))) == 12
+
+
+@pytest.mark.timeout(120)
+def test_settings_that_cannot_be_had_leave_the_worker_as_it_was(worker: Worker) -> None:
+    request = Request(random_ids(300, 5), 6)
+    before = list(worker.generate(request))
+    for changes in ({"budget": -1}, {"profile": "/nonexistent"}, {"slots": 4096}):
+        with pytest.raises((ValueError, StoreError)):
+            worker.reconfigure(**changes)
+        assert list(worker.generate(request)) == before, changes
+
+
+@pytest.mark.timeout(120)
+def test_a_request_that_comes_while_settings_change_is_served_with_the_new_ones(worker: Worker) -> None:
+    join, joining, go = worker._join, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        joining.set()
+        assert go.wait(60)
+        join(*arguments)
+
+    worker._join = slow  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        changing = pool.submit(worker.reconfigure, policy="full")
+        assert joining.wait(60)
+        asking = pool.submit(lambda: len(list(worker.generate(Request(random_ids(300, 5), 6)))))
+        time.sleep(0.2)  # it waits for the engine now
+        go.set()
+        changing.result(60)
+        assert asking.result(60) == 6
+
+
+@pytest.mark.timeout(120)
+def test_generations_of_a_worker_that_is_closed_end_with_the_word_for_it(worker: Worker) -> None:
+    streams = [worker.generate(Request(random_ids(300, seed), 2000)) for seed in range(SLOTS)]
+    for stream in streams:
+        next(stream)
+    waiting = worker._scheduler.submit(Request(random_ids(300, 9), 6))
+    scheduler = worker._scheduler
+    worker.close()
+    for stream in (*streams, scheduler.stream(waiting)):
+        with pytest.raises(ValueError, match="the worker was closed"):
+            list(stream)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("changes", [{"compute": "bfloat16"}, {"model": "another"}], ids=["compute", "model"])
+def test_another_model_or_computation_is_not_the_loaded_one(
+    daemon: Daemon, checkpoint: Path, worker: Worker, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Else packs would be stored, and served to others, as what they were not computed with."""
+    if "model" in changes:
+        changes = {"model": random_checkpoint(tmp_path, seed=8)}
+    ids = random_ids(300, 5)
+    worker.reconfigure(**changes)
+    with joined(daemon, checkpoint, **changes) as engine:
+        assert torch.equal(worker._engine.compute_only(ids), engine.compute_only(ids))

@@ -22,6 +22,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", CHUNK)
 
 
+def whole_chunks(tokens: int) -> int:
+    return tokens // CHUNK * CHUNK
+
+
 def prefilled(engine: Engine, ids: list[int]) -> tuple[int, torch.Tensor, list[int]]:
     """(tokens that were not computed, logits, greedy continuation)."""
     session, logits = engine.prefill(ids)
@@ -40,12 +44,12 @@ def test_logits_behind_a_stored_prefix_are_those_of_computing_it(
         second = first[:shared] + random_ids(700, 100 + number)
         with joined(daemon, checkpoint, policy=policy, storage=storage) as engine:
             computed = engine.compute_only(second)
-            assert prefilled(engine, first)[0] == (prefill.reusable(len(first)) if number else 0)
+            assert prefilled(engine, first)[0] == (whole_chunks(len(first)) if number else 0)
             reused, logits, tokens = prefilled(engine, second)
             again = prefilled(engine, second)
-        assert reused == prefill.reusable(shared)
+        assert reused == whole_chunks(shared)
         assert torch.equal(logits, computed), f"{shared} shared: {(logits - computed).abs().max()}"
-        assert again[0] == prefill.reusable(len(second) - 1)
+        assert again[0] == whole_chunks(len(second) - 1)
         assert torch.equal(again[1], computed), f"{shared} shared"
         assert again[2] == tokens, "the sets that the last prompt token selects are the same ones"
 
@@ -88,3 +92,30 @@ def test_prompts_that_share_anything_agree(daemon: Daemon, checkpoint: Path, see
             prompt = text[:end] + random_ids(int(rng.integers(1, 600)), int(rng.integers(1 << 30)))
             reused, logits, _ = prefilled(engine, prompt)
             assert torch.equal(logits, engine.compute_only(prompt)), (seed, end, reused)
+
+
+@pytest.mark.timeout(120)
+def test_a_chunk_that_prompts_have_stored_in_pieces_is_computed_as_a_whole(daemon: Daemon, checkpoint: Path) -> None:
+    """A prompt that ends within a chunk computes it in another shape: other last bits, which its pack keeps."""
+    text = random_ids(3 * CHUNK, 21)
+    with joined(daemon, checkpoint) as engine:
+        for end in (CHUNK + 260, CHUNK + 300, 2 * CHUNK + 1, 2 * CHUNK + 300, 3 * CHUNK):
+            reused, logits, _ = prefilled(engine, text[:end])
+            assert torch.equal(logits, engine.compute_only(text[:end])), (end, reused)
+    assert reused == 2 * CHUNK
+
+
+@pytest.mark.timeout(120)
+def test_tails_that_a_session_sealed_stand_for_no_computed_chunk(daemon: Daemon, checkpoint: Path) -> None:
+    """Decode steps of full attention seal exact KV, but a token at a time: other last bits."""
+    prompt = random_ids(CHUNK + 250, 22)
+    with joined(daemon, checkpoint, policy="full") as engine:
+        session, _ = engine.prefill(prompt)
+        for token in (rest := random_ids(2 * CHUNK, 23)):
+            engine.step([session], [token])
+        assert session.stored >= 2 * CHUNK
+        engine.close_session(session)
+        continued = [*prompt, *rest]
+        reused, logits, _ = prefilled(engine, continued)
+        assert torch.equal(logits, engine.compute_only(continued)), reused
+        assert prefilled(engine, continued)[0] == 3 * CHUNK

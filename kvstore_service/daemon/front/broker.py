@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore_service.daemon import directories
+from kvstore_service.daemon.front.closers import Closers
 from kvstore_service.daemon.logs import Sparse
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.shared import memory
@@ -138,6 +139,7 @@ class Broker:
         self._connections: dict[str, _Connection] = {}  # by token
         self._selector = selectors.DefaultSelector()
         self._refusals = Sparse(log)
+        self._closers = Closers()
         self._releasers = ThreadPoolExecutor(_RELEASE_THREADS, thread_name_prefix="release")
         self._listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -266,7 +268,7 @@ class Broker:
                 self._refusals.event((uid, refusal), logging.WARNING, "peer refused", uid=uid, pid=pid, reason=refusal)
                 with contextlib.suppress(OSError):
                     _send(peer, {"error": refusal})
-                peer.close()
+                self._closers.close(uid, [peer.detach()])  # with what it has sent unread
                 return
             connection = strangers[peer] = _Connection(peer, uid, pid, time.monotonic())
             self._selector.register(peer, selectors.EVENT_READ, connection)
@@ -278,6 +280,8 @@ class Broker:
     def _refusal(self, uid: int) -> str:
         if uid not in self._allow_uids:
             return f"user id {uid} is not in allow_uids"
+        if self._closers.behind(uid):
+            return f"descriptors of user id {uid} are still being closed"
         peers = {key.data for key in self._selector.get_map().values() if key.data is not None}
         if sum(peer.uid == uid for peer in peers) >= USER_CONNECTIONS_MAX:
             return f"{USER_CONNECTIONS_MAX} connections of user id {uid} are open"
@@ -287,6 +291,8 @@ class Broker:
 
     def _answer(self, connection: _Connection) -> bool:
         """Reads one message and answers it. False: the connection is over."""
+        if self._closers.behind(connection.uid):
+            return False
         try:
             text, fds, flags, _ = socket.recv_fds(
                 connection.socket, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
@@ -308,7 +314,7 @@ class Broker:
             log.exception("peer dropped", extra={"fields": {"uid": connection.uid, "pid": connection.pid}})
             return False
         finally:
-            _close(fds)
+            self._closers.close(connection.uid, fds)
         try:
             _send(connection.socket, answer, outgoing)
         except OSError:
@@ -367,7 +373,9 @@ class Broker:
 
     def _end(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)
-        connection.socket.close()
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        self._closers.close(connection.uid, [connection.socket.detach()])  # with what it has sent unread
         if connection.process is not None:
             self._selector.unregister(connection.process)
             os.close(connection.process)

@@ -7,14 +7,15 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from google.rpc import code_pb2
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvstore_service._proto.admin_service_pb2 import EvictedPack
+from kvstore_service._proto.admin_service_pb2 import EvictedPack, PackSummary
 from kvstore_service.client import AdminClient
 from kvstore_service.kvctl.output import ID_DIGITS, Output, Row, plain
 from kvstore_service.shared.types import PACK_ID_BYTES, StoreError, format_size
@@ -95,6 +96,8 @@ def evict(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
     if arguments.unused:
         chosen |= {item.pack_id: item for item in client.list_packs(unused=True, idle_s=arguments.older_than)}
     if arguments.dry_run:
+        if arguments.descendants:
+            chosen = _with_descendants(client, chosen)
         output.stream("packs that would be evicted", map(plain, chosen.values()))
         return 0
     # Packs go before those that they continue, over all calls.
@@ -112,6 +115,19 @@ def evict(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
         _show_evicted(output, results, ended=False)
         raise
     return _show_evicted(output, results, ended=True)
+
+
+def _with_descendants(client: AdminClient, chosen: Mapping[bytes, PackSummary]) -> dict[bytes, PackSummary]:
+    """`chosen`, and the packs that continue them."""
+    following: defaultdict[bytes, list[PackSummary]] = defaultdict(list)
+    for item in client.list_packs():
+        following[item.parent].append(item)
+    found, left = dict(chosen), list(chosen)
+    while left:
+        more = {item.pack_id: item for item in following[left.pop()] if item.pack_id not in found}
+        found |= more
+        left += more
+    return found
 
 
 def _show_evicted(output: Output, results: Sequence[EvictedPack], ended: bool) -> int:

@@ -220,6 +220,16 @@ def test_an_eviction_ends_with_its_caller(long_chain: tuple[Daemon, bytes]) -> N
         assert not list((daemon.data_dir / "packs").iterdir())
 
 
+def test_a_dry_run_shows_the_descendants_that_would_go_too(daemon: Daemon, worker: TestWorker) -> None:
+    refs = chain(worker, worker.client.open_session(world.LAYOUT, 4096), [1, 2, 3])
+    names = [ref.pack_id.hex()[:16] for ref in refs]
+    for flags, shown in ((("--dry-run",), names[1:2]), (("--dry-run", "--descendants"), names[1:])):
+        out = run(daemon, "evict", *flags, refs[1].pack_id.hex()).stdout
+        assert {line.split()[0] for line in out.splitlines() if line.split()[:1] and line.split()[0] in names} == set(
+            shown
+        )
+
+
 def test_an_eviction_that_is_cut_short_says_what_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
     gone = admin_pb.EvictedPack(pack_id=b"p" * 32, freed_bytes=100)
 

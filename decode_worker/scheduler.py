@@ -20,6 +20,8 @@ from decode_worker.policy.base import TailFull
 from decode_worker.stop_text import StopText
 from kvstore_service.client import StoreError
 
+TURN_S = 0.05  # until a thread looks again whether anybody drives the engine
+
 Session = TypeVar("Session")
 Progress = Callable[[int, int], None]
 
@@ -97,6 +99,7 @@ class Scheduler(Generic[Session]):
 
     def __init__(self, engine: Engine[Session], text_stream: Callable[[], TextStream], lock: threading.RLock) -> None:
         self._lock = lock
+        self._advanced = threading.Condition()
         self._engine = engine
         self._text_stream = text_stream
         self._arrivals = itertools.count()
@@ -125,26 +128,38 @@ class Scheduler(Generic[Session]):
 
         A stream that is closed or interrupted cancels its generation."""
         try:
-            while True:
-                with self._lock:
-                    while not generation.pieces and generation.finish is None:
-                        self.advance()
-                while generation.pieces:
-                    yield generation.pieces.popleft()
-                if generation.finish is not None:
-                    break
+            while self._await_piece(generation):
+                yield generation.pieces.popleft()
         except BaseException as error:
             self.cancel(generation, None if isinstance(error, GeneratorExit) else error)
             raise
         if generation.error is not None:
             raise generation.error
 
+    def _await_piece(self, generation: Generation[Session]) -> bool:
+        """Drives the engine until there is one, or sleeps while another thread does. False behind the last one."""
+        while not generation.pieces and generation.finish is None:
+            if self._lock.acquire(blocking=False):
+                try:
+                    self.advance()
+                finally:
+                    self._lock.release()
+            else:
+                with self._advanced:
+                    if not generation.pieces and generation.finish is None:
+                        self._advanced.wait(TURN_S)
+        return bool(generation.pieces)
+
     def advance(self) -> bool:
         """Admits one request, then makes one step of all that run. False if there was nothing to do."""
         with self._lock:
             busy = self.busy
-            self._admit()
-            self._step()
+            try:
+                self._admit()
+                self._step()
+            finally:
+                with self._advanced:
+                    self._advanced.notify_all()
             return busy
 
     def cancel(self, generation: Generation[Session], error: BaseException | None = None) -> None:

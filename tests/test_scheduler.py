@@ -279,6 +279,33 @@ def test_threads_that_wait_drive_each_other() -> None:
     assert got == {number: alone(request) for number, request in enumerate(requests)}
 
 
+def test_a_stream_gets_its_pieces_while_another_waits_for_a_slot() -> None:
+    """Whoever drives the engine for a request that cannot begin yet keeps nothing from those that run."""
+    passed = threading.Semaphore(0)
+
+    def slow(seats: Sequence[Seat]) -> Exception | None:
+        assert passed.acquire(timeout=30.0)
+        return None
+
+    engine = Pretended(slots=1, faults=[slow])
+    scheduler = scheduler_of(engine)
+    running = scheduler.submit(Request([1], 6))
+    passed.release()
+    scheduler.advance()
+    waiting = scheduler.submit(Request([2], 2))
+    driver = threading.Thread(target=lambda: list(scheduler.stream(waiting)))
+    driver.start()
+    stream = scheduler.stream(running)
+    next(stream)
+    for _ in range(4):
+        next(stream)  # a step is under way meanwhile
+        passed.release()
+    assert len(list(stream)) == 1
+    passed.release()
+    driver.join(30.0)
+    assert waiting.finish is Finish.LENGTH
+
+
 def test_a_text_ends_before_its_stop_string() -> None:
     request = Request([1], 12)
     tokens = alone(request)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
 
-BACKLOG_MAX = 512  # descriptors of a user that wait to be closed
+BACKLOG_MAX = 4096  # descriptors of a user that wait to be closed: sixteen messages full of them
 
 
 class Closers:

@@ -3,11 +3,13 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
 
 #include "bindings/worker_ring.h"
+#include "bindings/worker_step.h"
 #include "cpu/attend.h"
 #include "cpu/level.h"
 #include "cpu/query.h"
@@ -53,55 +55,59 @@ void require_inside(uint64_t base, int64_t first, int64_t count, size_t record_b
           "attend: a place lies outside the window");
 }
 
-void check_places(const AttendArgs& a, size_t window_bytes) {
-  for (int lane = 0; lane < a.batch * a.heads; ++lane) {
-    for (int r = 0; r < a.range_count; ++r) {
-      const int32_t* range = a.ranges + (size_t(lane) * a.range_count + r) * 2;
-      if (range[1] != 0) require_inside(a.base[lane], range[0], range[1], a.record_bytes, window_bytes);
+// The lanes of [B, H] places, each checked to lie inside the window.
+std::vector<AttendLane> lanes_of(const Window& window, const In<uint64_t, 2>& base, const In<int32_t, 4>& ranges,
+                                 const In<int32_t, 3>& places, const In<int32_t, 2>& counts, size_t record_bytes) {
+  const size_t range_count = ranges.shape(2), stride = places.shape(2);
+  std::vector<AttendLane> lanes(base.size());
+  for (size_t i = 0; i < lanes.size(); ++i) {
+    AttendLane& lane = lanes[i];
+    lane = {.base = window.data() + base.data()[i], .places = places.data() + i * stride, .count = counts.data()[i]};
+    for (size_t r = 0; r < range_count; ++r) {
+      const int32_t* range = ranges.data() + (i * range_count + r) * 2;
+      if (range[1] != 0) require_inside(base.data()[i], range[0], range[1], record_bytes, window.size());
+      lane.ranges[r] = {range[0], range[1]};
     }
-    require(a.counts[lane] >= 0 && a.counts[lane] <= a.place_stride, "attend: counts exceeds the place list");
-    const int32_t* place = a.places + size_t(lane) * a.place_stride;
+    require(lane.count >= 0 && size_t(lane.count) <= stride, "attend: counts exceeds the place list");
     uint32_t most = 0;  // a negative place becomes a large one
-    for (int i = 0; i < a.counts[lane]; ++i) most = std::max(most, static_cast<uint32_t>(place[i]));
-    if (a.counts[lane] > 0) require_inside(a.base[lane], most, 1, a.record_bytes, window_bytes);
+    for (int32_t k = 0; k < lane.count; ++k) most = std::max(most, static_cast<uint32_t>(lane.places[k]));
+    if (lane.count > 0) require_inside(base.data()[i], most, 1, record_bytes, window.size());
   }
+  return lanes;
 }
 
-nb::ndarray<nb::numpy, float> bind_attend(In<float, 3> query, Window window, In<uint64_t, 2> base,
-                                          In<int32_t, 4> ranges, In<int32_t, 3> places, In<int32_t, 2> counts,
-                                          int dtype, size_t record_bytes, float scale, int threads) {
+nb::tuple bind_attend(In<float, 3> query, Window window, In<uint64_t, 2> base, In<int32_t, 4> ranges,
+                      In<int32_t, 3> places, In<int32_t, 2> counts, int dtype, size_t record_bytes, float scale,
+                      int threads) {
   const size_t batch = base.shape(0), heads = base.shape(1), d = query.shape(2);
   require(query.shape(0) == batch && heads > 0 && query.shape(1) % heads == 0, "attend: query must be [B, H * g, d]");
   require(d % 16 == 0 && d > 0, "attend: d must be a multiple of 16");
-  require(ranges.shape(0) == batch && ranges.shape(1) == heads && ranges.shape(3) == 2,
-          "attend: ranges must be [B, H, R, 2]");
+  require(ranges.shape(0) == batch && ranges.shape(1) == heads && ranges.shape(3) == 2 &&
+              ranges.shape(2) <= AttendLane::kRanges,
+          "attend: ranges must be [B, H, R, 2] with R up to 3");
   require(places.shape(0) == batch && places.shape(1) == heads, "attend: places must be [B, H, K]");
   require(counts.shape(0) == batch && counts.shape(1) == heads, "attend: counts must be [B, H]");
   require(threads >= 1, "attend: threads must be at least 1");
-  std::unique_ptr<float[]> out(new float[query.size()]);
-  const AttendArgs args{.query = query.data(),
-                        .window = window.data(),
-                        .base = base.data(),
-                        .ranges = ranges.data(),
-                        .places = places.data(),
-                        .counts = counts.data(),
-                        .batch = int(batch),
-                        .heads = int(heads),
-                        .group = int(query.shape(1) / heads),
-                        .d = int(d),
-                        .range_count = int(ranges.shape(2)),
-                        .place_stride = int(places.shape(2)),
-                        .dtype = storage(dtype, d, record_bytes),
-                        .record_bytes = record_bytes,
-                        .scale = scale,
-                        .threads = threads,
-                        .out = out.get()};
+  std::unique_ptr<float[]> out(new float[query.size()]), lse(new float[query.size() / d]);
+  const Dtype stored = storage(dtype, d, record_bytes);
   {
     nb::gil_scoped_release release;
-    check_places(args, window.size());
-    attend(args);
+    const std::vector<AttendLane> lanes = lanes_of(window, base, ranges, places, counts, record_bytes);
+    attend({.query = query.data(),
+            .lanes = lanes.data(),
+            .batch = int(batch),
+            .heads = int(heads),
+            .group = int(query.shape(1) / heads),
+            .d = int(d),
+            .dtype = stored,
+            .record_bytes = record_bytes,
+            .scale = scale,
+            .threads = threads,
+            .out = out.get(),
+            .lse = lse.get()});
   }
-  return owned(std::move(out), {batch, query.shape(1), d});
+  return nb::make_tuple(owned(std::move(out), {batch, query.shape(1), d}),
+                        owned(std::move(lse), {batch, query.shape(1)}));
 }
 
 void bind_store_token(Window window, In<uint64_t, 2> base, In<int32_t, 2> place, In<float, 3> key, In<float, 3> value,
@@ -151,40 +157,27 @@ nb::ndarray<nb::numpy, uint64_t> bind_hash_encode(In<float, 2> x, In<float, 2> p
 }
 
 nb::ndarray<nb::numpy, int32_t> bind_hash_select(In<uint64_t, 2> query_codes, std::vector<In<uint64_t, 2>> codes,
-                                                 std::vector<In<uint16_t, 1>> maps, std::vector<int32_t> first,
-                                                 int32_t low, int32_t high, int64_t k) {
+                                                 std::vector<In<uint16_t, 1>> maps, int32_t low, int32_t high,
+                                                 int32_t k, int unit) {
   require(query_codes.shape(1) == kHashWords, "hash_select: query_codes must be [g, 4]");
-  require(codes.size() == maps.size() && codes.size() == first.size(), "hash_select: one map and one first per pack");
+  require(codes.size() == maps.size(), "hash_select: one map per pack");
+  require(k >= 0 && unit >= 1, "hash_select: k must not be negative, and unit at least 1");
   std::vector<PackCodes> packs;
-  int32_t next = INT32_MIN;
+  int32_t first = 0;
   for (size_t i = 0; i < codes.size(); ++i) {
     require(codes[i].shape(1) == kHashWords && codes[i].shape(0) == maps[i].shape(0),
             "hash_select: a pack's codes must be [n, 4] and its map [n]");
-    require(first[i] >= next, "hash_select: packs must ascend");
-    packs.push_back({codes[i].data(), maps[i].data(), codes[i].shape(0), first[i]});
-    next = first[i] + int32_t(codes[i].shape(0));
+    require(codes[i].shape(0) % unit == 0, "hash_select: a pack must hold whole units");
+    packs.push_back({codes[i].data(), maps[i].data(), codes[i].shape(0), first});
+    first += int32_t(codes[i].shape(0));
   }
   std::vector<int32_t> chosen;
-  if (k > 0) {
+  {
     nb::gil_scoped_release release;
-    chosen = hash_select(query_codes.data(), int(query_codes.shape(0)), packs, low, high, size_t(k));
+    hash_select(query_codes.data(), int(query_codes.shape(0)), packs, {low, high, k, unit}, chosen);
   }
   const size_t count = chosen.size();
   return owned(std::move(chosen), {count});
-}
-
-nb::tuple bind_delta(In<int32_t, 1> wanted, In<int32_t, 1> held, In<int32_t, 1> held_places,
-                     In<int32_t, 1> free_places) {
-  require(held.size() == held_places.size(), "delta: one place per held record");
-  Delta d;
-  {
-    nb::gil_scoped_release release;
-    d = delta(wanted.data(), wanted.size(), held.data(), held_places.data(), held.size(), free_places.data(),
-              free_places.size());
-  }
-  const size_t places = d.places.size(), pairs = d.pairs.size() / 2;
-  return nb::make_tuple(owned(std::move(d.places), {places}), owned(std::move(d.pairs), {pairs, 2}),
-                        d.fits ? int64_t(pairs) : int64_t(-1));
 }
 
 std::vector<int> level_numbers() {
@@ -199,6 +192,7 @@ std::vector<int> level_numbers() {
 NB_MODULE(_native, m) {
   using namespace headgate;
   bind_ring(m);
+  bind_step(m);
   m.def("attend", &bind_attend, nb::arg("query"), nb::arg("window"), nb::arg("base"), nb::arg("ranges"),
         nb::arg("places"), nb::arg("counts"), nb::arg("dtype"), nb::arg("record_bytes"), nb::arg("scale"),
         nb::arg("threads"));
@@ -206,9 +200,8 @@ NB_MODULE(_native, m) {
         nb::arg("value"), nb::arg("dtype"), nb::arg("record_bytes"));
   m.def("similarity", &bind_similarity, nb::arg("query"), nb::arg("label"), nb::arg("weights"), nb::arg("cos_floor"));
   m.def("hash_encode", &bind_hash_encode, nb::arg("x"), nb::arg("projection"), nb::arg("centre"));
-  m.def("hash_select", &bind_hash_select, nb::arg("query_codes"), nb::arg("codes"), nb::arg("maps"), nb::arg("first"),
-        nb::arg("low"), nb::arg("high"), nb::arg("k"));
-  m.def("delta", &bind_delta, nb::arg("wanted"), nb::arg("held"), nb::arg("held_places"), nb::arg("free_places"));
+  m.def("hash_select", &bind_hash_select, nb::arg("query_codes"), nb::arg("codes"), nb::arg("maps"), nb::arg("low"),
+        nb::arg("high"), nb::arg("k"), nb::arg("unit") = 1);
   m.def("_levels", &level_numbers);
   m.def("_set_level", [](int level) { set_level(static_cast<Level>(level)); });
 }

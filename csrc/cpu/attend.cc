@@ -51,13 +51,12 @@ const AttendKernel& kernel_for(int d) {
 }
 
 // Where the kernel keeps element e of a head: a pair of bfloat16 vectors holds even elements, then odd ones.
-std::vector<int> element_places(const AttendArgs& a, int width) {
-  std::vector<int> at(a.d);
+void element_places(const AttendArgs& a, int width, std::vector<int>& at) {
+  at.resize(a.d);
   for (int e = 0; e < a.d; ++e) {
     const int within = e % (2 * width);
     at[e] = a.dtype == Dtype::kFloat32 ? e : e - within + within / 2 + (within % 2) * width;
   }
-  return at;
 }
 
 // The lane's query as [tile of heads][chunk of 2 * width][head of the tile][element].
@@ -75,8 +74,10 @@ void arrange(const AttendArgs& a, int width, const std::vector<int>& at, const f
   }
 }
 
+constexpr float kLn2 = 0.69314718f;
+
 // Joins the partial results of one lane and brings the elements back into their order.
-void merge(const AttendArgs& a, const std::vector<int>& at, const Partial* parts, int count, float* out) {
+void merge(const AttendArgs& a, const std::vector<int>& at, const Partial* parts, int count, float* out, float* lse) {
   for (int h = 0; h < a.group; ++h) {
     float top = -std::numeric_limits<float>::infinity(), sum = 0.f;
     for (int i = 0; i < count; ++i) top = std::max(top, parts[i].top[h]);
@@ -88,62 +89,68 @@ void merge(const AttendArgs& a, const std::vector<int>& at, const Partial* parts
       for (int e = 0; e < a.d; ++e) joined[e] = i == 0 ? acc[e] * factor : joined[e] + acc[e] * factor;
     }
     for (int e = 0; e < a.d; ++e) out[h * a.d + e] = sum != 0.f ? joined[at[e]] / sum : 0.f;
+    if (lse) lse[h] = sum != 0.f ? (top + std::log2(sum)) * kLn2 : -std::numeric_limits<float>::infinity();
   }
 }
 
-size_t records_of(const AttendArgs& a, int lane) {
-  size_t total = a.counts[lane];
-  for (int r = 0; r < a.range_count; ++r) total += a.ranges[(size_t(lane) * a.range_count + r) * 2 + 1];
-  return total;
-}
-
-constexpr size_t kPartRecordsMin = 512;
-constexpr int kPartsPerThread = 4;  // an uneven load evens out
+constexpr size_t kPartRecords = 1024;
 
 struct Task {
   int lane;
   size_t from, to;
 };
 
-// Lanes in order, each as one or more parts of similar size.
-std::vector<Task> split(const AttendArgs& a) {
-  const int lanes = a.batch * a.heads;
-  const size_t wanted = a.threads > 1 ? (size_t(a.threads) * kPartsPerThread + lanes - 1) / lanes : 1;
-  std::vector<Task> tasks;
-  for (int lane = 0; lane < lanes; ++lane) {
-    const size_t total = records_of(a, lane);
-    const size_t parts = std::max<size_t>(1, std::min(wanted, total / kPartRecordsMin));
-    for (size_t i = 0; i < parts; ++i) tasks.push_back({lane, total * i / parts, total * (i + 1) / parts});
+// What a call works with. It is kept by its thread: a decode step allocates nothing once it has run.
+struct Scratch {
+  std::vector<int> at;
+  std::vector<Task> tasks;  // lanes in order, each as one or more parts
+  std::vector<float> floats;
+  std::vector<Partial> partials;
+};
+
+void split(const AttendArgs& a, std::vector<Task>& tasks) {
+  tasks.clear();
+  for (int lane = 0; lane < a.batch * a.heads; ++lane) {
+    const size_t total = a.lanes[lane].records();
+    size_t from = 0;
+    do {
+      const size_t to = std::min(total, from + kPartRecords);
+      tasks.push_back({lane, from, to});
+      from = to;
+    } while (from < total);
   }
-  return tasks;
 }
 
 }  // namespace
 
 void attend(const AttendArgs& a) {
+  static thread_local Scratch scratch;
+  Scratch& s = scratch;  // pool threads must see the caller's
   const AttendKernel& kernel = kernel_for(a.d);
   const AttendPart part = a.dtype == Dtype::kFloat32 ? kernel.float32 : kernel.bfloat16;
   const int lanes = a.batch * a.heads;
   const size_t lane_floats = size_t(a.group) * a.d;
-  const std::vector<int> at = element_places(a, kernel.width);
-  const std::vector<Task> tasks = split(a);
+  element_places(a, kernel.width, s.at);
+  split(a, s.tasks);
   // Arranged queries, then each task's accumulators, tops and sums.
-  std::vector<float> scratch(lanes * lane_floats + tasks.size() * (lane_floats + 2 * a.group));
-  std::vector<Partial> partials;
-  float* free = scratch.data() + lanes * lane_floats;
-  for (size_t i = 0; i < tasks.size(); ++i, free += lane_floats + 2 * a.group) {
-    partials.push_back({free, free + lane_floats, free + lane_floats + a.group});
+  s.floats.resize(lanes * lane_floats + s.tasks.size() * (lane_floats + 2 * a.group));
+  s.partials.clear();
+  float* free = s.floats.data() + lanes * lane_floats;
+  for (size_t i = 0; i < s.tasks.size(); ++i, free += lane_floats + 2 * a.group) {
+    s.partials.push_back({free, free + lane_floats, free + lane_floats + a.group});
   }
   for (int lane = 0; lane < lanes; ++lane) {
-    arrange(a, kernel.width, at, a.query + lane * lane_floats, scratch.data() + lane * lane_floats);
+    arrange(a, kernel.width, s.at, a.query + lane * lane_floats, s.floats.data() + lane * lane_floats);
   }
-  run_tasks(static_cast<int>(tasks.size()), a.threads, [&](int i) {
-    const Task& t = tasks[i];
-    part(a, t.lane, t.from, t.to, scratch.data() + t.lane * lane_floats, partials[i]);
+  run_tasks(static_cast<int>(s.tasks.size()), a.threads, [&](int i) {
+    const Task& t = s.tasks[i];
+    part(a, t.lane, t.from, t.to, s.floats.data() + t.lane * lane_floats, s.partials[i]);
   });
-  for (size_t i = 0, end; i < tasks.size(); i = end) {
-    for (end = i; end < tasks.size() && tasks[end].lane == tasks[i].lane;) ++end;
-    merge(a, at, &partials[i], static_cast<int>(end - i), a.out + tasks[i].lane * lane_floats);
+  for (size_t i = 0, end; i < s.tasks.size(); i = end) {
+    const int lane = s.tasks[i].lane;
+    for (end = i; end < s.tasks.size() && s.tasks[end].lane == lane;) ++end;
+    merge(a, s.at, &s.partials[i], static_cast<int>(end - i), a.out + lane * lane_floats,
+          a.lse ? a.lse + size_t(lane) * a.group : nullptr);
   }
 }
 

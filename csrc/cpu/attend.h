@@ -8,26 +8,41 @@
 
 namespace headgate {
 
+// What one KV head of one row attends to: up to three ranges of places, then a list of them.
+struct AttendLane {
+  struct Range {
+    int32_t first, count;
+  };
+  static constexpr int kRanges = 3;
+
+  const uint8_t* base = nullptr;  // of place 0
+  Range ranges[kRanges] = {};
+  const int32_t* places = nullptr;
+  int32_t count = 0;  // of `places`
+
+  size_t records() const {
+    size_t total = count;
+    for (const Range& range : ranges) total += range.count;
+    return total;
+  }
+};
+
 struct AttendArgs {
-  const float* query;     // [batch][heads * group][d]
-  const uint8_t* window;  // places are counted from each lane's base
-  const uint64_t* base;   // [batch][heads], bytes
-  const int32_t* ranges;  // [batch][heads][range_count][2], (first place, count)
-  const int32_t* places;  // [batch][heads][place_stride]
-  const int32_t* counts;  // [batch][heads], how many of `places` count
+  const float* query;       // [batch][heads * group][d]
+  const AttendLane* lanes;  // [batch][heads]
   int batch;
-  int heads;  // KV heads
-  int group;  // query heads per KV head
-  int d;      // a multiple of 16
-  int range_count;
-  int place_stride;
+  int heads;    // KV heads
+  int group;    // query heads per KV head
+  int d;        // a multiple of 16
   Dtype dtype;  // float32 or bfloat16
   size_t record_bytes;
   float scale;
   int threads;
   float* out;  // [batch][heads * group][d]; zero for a head that holds no record
+  float* lse;  // [batch][heads * group]: log of the sum of exp(score), -inf for a head that holds no record; or null
 };
 
+// The result does not depend on `threads`: lanes are cut into parts of a fixed length, and parts are joined in order.
 void attend(const AttendArgs& args);
 
 }  // namespace headgate

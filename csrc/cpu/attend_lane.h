@@ -28,14 +28,14 @@ struct Block {
 // Walks the records [from, to) of a lane: its ranges one after the other, then its place list.
 class LaneCursor {
  public:
-  LaneCursor(const AttendArgs& a, int lane, size_t from, size_t to)
-      : first_(a.window + a.base[lane]),
-        record_bytes_(a.record_bytes),
-        range_(a.ranges + size_t(lane) * a.range_count * 2),
-        range_end_(range_ + a.range_count * 2),
-        place_(a.places + size_t(lane) * a.place_stride),
+  LaneCursor(const AttendLane& lane, size_t record_bytes, size_t from, size_t to)
+      : first_(lane.base),
+        record_bytes_(record_bytes),
+        range_(lane.ranges),
+        range_end_(lane.ranges + AttendLane::kRanges),
+        place_(lane.places),
         left_(to - from) {
-    while (range_ != range_end_ && from >= size_t(range_[1])) from -= range_[1], range_ += 2;
+    while (range_ != range_end_ && from >= size_t(range_->count)) from -= range_->count, ++range_;
     if (range_ == range_end_)
       place_ += from;
     else
@@ -50,10 +50,10 @@ class LaneCursor {
         block.record[n++] = at(*place_++);
         continue;
       }
-      int take = std::min(range_[1] - skip_, want - n);
-      for (int i = 0; i < take; ++i) block.record[n++] = at(range_[0] + skip_ + i);
+      int take = std::min(range_->count - skip_, want - n);
+      for (int i = 0; i < take; ++i) block.record[n++] = at(range_->first + skip_ + i);
       skip_ += take;
-      if (skip_ == range_[1]) range_ += 2, skip_ = 0;
+      if (skip_ == range_->count) ++range_, skip_ = 0;
     }
     for (int i = n; n > 0 && i < kBlockRecords; ++i) block.record[i] = block.record[n - 1];
     block.count = n;
@@ -65,8 +65,8 @@ class LaneCursor {
 
   const uint8_t* first_;
   size_t record_bytes_;
-  const int32_t* range_;
-  const int32_t* range_end_;
+  const AttendLane::Range* range_;
+  const AttendLane::Range* range_end_;
   const int32_t* place_;
   size_t left_;
   int skip_ = 0;

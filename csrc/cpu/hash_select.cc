@@ -159,15 +159,14 @@ void exclude(const PackCodes& pack, int32_t low, int32_t high, uint16_t* out) {
 }
 
 // Four tables, since equal distances in a row would wait for each other's increment.
-std::vector<uint32_t> histogram(const std::vector<uint16_t>& distance, int most) {
+void count_distances(const uint16_t* distance, size_t n, int most, std::vector<uint32_t>& counts) {
   const size_t buckets = size_t(most) + 2;  // the last one takes kOutside
-  std::vector<uint32_t> counts(4 * buckets);
-  for (size_t i = 0; i < distance.size(); ++i) ++counts[(i % 4) * buckets + std::min<size_t>(distance[i], buckets - 1)];
+  counts.assign(4 * buckets, 0);
+  for (size_t i = 0; i < n; ++i) ++counts[(i % 4) * buckets + std::min<size_t>(distance[i], buckets - 1)];
   for (size_t b = 0; b < buckets; ++b) {
     counts[b] += counts[buckets + b] + counts[2 * buckets + b] + counts[3 * buckets + b];
   }
   counts.resize(buckets - 1);
-  return counts;
 }
 
 // Bit i of (below, equal): distance[i] < / == limit, for 32 records.
@@ -212,51 +211,100 @@ Masks (*compare())(const uint16_t*, uint16_t) {
   return compare_baseline;
 }
 
-uint32_t lowest_bits(uint32_t mask, size_t count) {
-  while (static_cast<size_t>(std::popcount(mask)) > count) mask &= ~(uint32_t{1} << (31 - std::countl_zero(mask)));
-  return mask;
+// Everything nearer than `distance` is taken, and of what lies at it what `takes` says.
+struct Threshold {
+  uint16_t distance;
+  size_t ties;
+};
+
+Threshold threshold(const std::vector<uint32_t>& counts, size_t k) {
+  size_t below = 0, limit = 0;
+  while (limit < counts.size() && below + counts[limit] <= k) below += counts[limit++];
+  return {static_cast<uint16_t>(limit), limit < counts.size() ? k - below : 0};
 }
+
+// Calls take(index, tied) for every element nearer than the limit, or at it, in order.
+template <class Take>
+void collect(const uint16_t* distance, size_t n, uint16_t limit, Masks (*compare32)(const uint16_t*, uint16_t),
+             Take take) {
+  for (size_t at = 0; at < n; at += 32) {
+    const Masks m = compare32(distance + at, limit);
+    uint32_t bits = m.below | m.equal;
+    if (n - at < 32) bits &= (uint32_t{1} << (n - at)) - 1;
+    for (; bits; bits &= bits - 1) {
+      const int bit = std::countr_zero(bits);
+      take(at + bit, (m.equal >> bit & 1) != 0);
+    }
+  }
+}
+
+// The token below which the `ties` lowest of a pack's tied records lie.
+int32_t tie_token(const PackCodes& pack, const uint16_t* distance, uint16_t limit, size_t ties,
+                  std::vector<uint16_t>& tokens) {
+  tokens.clear();
+  for (size_t i = 0; i < pack.count; ++i) {
+    if (distance[i] == limit) tokens.push_back(pack.map[i]);
+  }
+  if (tokens.size() <= ties) return INT32_MAX;
+  std::nth_element(tokens.begin(), tokens.begin() + ties, tokens.end());
+  return tokens[ties];
+}
+
+// Records, ties to the lower token: packs come in the order of their tokens, and a tie is settled within one pack.
+void collect_records(const std::vector<PackCodes>& packs, size_t pack_count, const uint16_t* distance, Threshold limit,
+                     std::vector<uint16_t>& tokens, std::vector<int32_t>& out) {
+  const auto compare32 = compare();
+  for (size_t p = 0; p < pack_count; distance += packs[p++].count) {
+    const PackCodes& pack = packs[p];
+    const int32_t tied_below = tie_token(pack, distance, limit.distance, limit.ties, tokens);
+    collect(distance, pack.count, limit.distance, compare32, [&](size_t i, bool tied) {
+      if (tied && (limit.ties == 0 || pack.map[i] >= tied_below)) return;
+      limit.ties -= tied;
+      out.push_back(pack.first + static_cast<int32_t>(i));
+    });
+  }
+}
+
+// Each unit's least distance, in place; returns how many units there are.
+size_t reduce_units(uint16_t* distance, size_t n, int unit) {
+  const size_t units = n / unit;
+  for (size_t i = 0; i < units; ++i) distance[i] = *std::min_element(distance + i * unit, distance + (i + 1) * unit);
+  return units;
+}
+
+struct Scratch {
+  std::vector<uint16_t> distance, tokens;
+  std::vector<uint32_t> counts;
+};
 
 }  // namespace
 
-std::vector<int32_t> hash_select(const uint64_t* query_codes, int group, const std::vector<PackCodes>& packs,
-                                 int32_t low, int32_t high, size_t k) {
+void hash_select(const uint64_t* query_codes, int group, const std::vector<PackCodes>& packs, const Selection& wanted,
+                 std::vector<int32_t>& out) {
   if (group < 1 || group > kGroupMax) throw std::invalid_argument("hash_select: 1 to 128 query heads per KV head");
+  static thread_local Scratch s;
   const Planes planes = fold_queries(query_codes, group);
-  size_t n = 0;
-  for (const PackCodes& pack : packs) n += pack.first < high ? pack.count : 0;
-  thread_local std::vector<uint16_t> distance;
-  distance.assign((n + 31) / 32 * 32, kOutside);
   const Distances measure = kernel(planes.count);
-  size_t at = 0;
-  for (const PackCodes& pack : packs) {
-    if (pack.first >= high) continue;
-    measure(planes, pack.codes, pack.count, distance.data() + at);
-    exclude(pack, low, high, distance.data() + at);
-    at += pack.count;
+  size_t pack_count = 0, n = 0;
+  while (pack_count < packs.size() && packs[pack_count].first < wanted.high) n += packs[pack_count++].count;
+  s.distance.resize(n + 32);  // comparisons read whole vectors
+  for (size_t p = 0, at = 0; p < pack_count; at += packs[p++].count) {
+    measure(planes, packs[p].codes, packs[p].count, s.distance.data() + at);
+    exclude(packs[p], wanted.low, wanted.high, s.distance.data() + at);
   }
-  const std::vector<uint32_t> counts = histogram(distance, planes.most);
-  size_t below = 0, limit = 0;
-  while (limit < counts.size() && below + counts[limit] <= k) below += counts[limit++];
-  // Everything nearer than `limit` is taken, and the first `ties` at it.
-  size_t ties = limit < counts.size() ? k - below : 0;
-
-  std::vector<int32_t> chosen;
-  chosen.reserve(below + ties);
-  const auto compare32 = compare();
-  at = 0;
-  size_t pack_index = 0, pack_start = 0;
-  for (; at < n; at += 32) {
-    const Masks m = compare32(distance.data() + at, static_cast<uint16_t>(limit));
-    const uint32_t tied = lowest_bits(m.equal, ties);
-    ties -= std::popcount(tied);
-    for (uint32_t bits = m.below | tied; bits; bits &= bits - 1) {
-      const size_t index = at + std::countr_zero(bits);
-      while (index - pack_start >= packs[pack_index].count) pack_start += packs[pack_index++].count;
-      chosen.push_back(packs[pack_index].first + static_cast<int32_t>(index - pack_start));
-    }
+  out.clear();
+  if (wanted.unit > 1) n = reduce_units(s.distance.data(), n, wanted.unit);
+  count_distances(s.distance.data(), n, planes.most, s.counts);
+  Threshold limit = threshold(s.counts, static_cast<size_t>(wanted.k));
+  if (wanted.unit == 1) {
+    collect_records(packs, pack_count, s.distance.data(), limit, s.tokens, out);
+    return;
   }
-  return chosen;
+  collect(s.distance.data(), n, limit.distance, compare(), [&](size_t i, bool tied) {
+    if (tied && limit.ties == 0) return;
+    limit.ties -= tied;
+    out.push_back(static_cast<int32_t>(i));
+  });
 }
 
 }  // namespace headgate

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/selector.h"
+
 namespace headgate {
 
 inline constexpr int kHashBits = 256;
@@ -24,19 +26,10 @@ struct PackCodes {
   int32_t first;  // the pack's first record, and its first token
 };
 
-// The k records of least Hamming distance, summed over `group` query codes, among those whose token lies in [low,
-// high); ties to the lower id; sorted by id. Packs come in ascending order.
-std::vector<int32_t> hash_select(const uint64_t* query_codes, int group, const std::vector<PackCodes>& packs,
-                                 int32_t low, int32_t high, size_t k);
-
-struct Delta {
-  std::vector<int32_t> places;  // of every wanted record
-  std::vector<uint32_t> pairs;  // (record, place) of those that are not held
-  bool fits;                    // false: the free places do not suffice, and both are empty
-};
-
-// wanted, held: sorted record ids.
-Delta delta(const int32_t* wanted, size_t wanted_count, const int32_t* held, const int32_t* held_places,
-            size_t held_count, const int32_t* free_places, size_t free_count);
+// The units of least Hamming distance, summed over `group` query codes; a unit's is its nearest record's. Ties go to
+// the lower token, of units to the lower id. Packs come in ascending order, without a gap from record 0, in whole
+// units.
+void hash_select(const uint64_t* query_codes, int group, const std::vector<PackCodes>& packs, const Selection& wanted,
+                 std::vector<int32_t>& out);
 
 }  // namespace headgate

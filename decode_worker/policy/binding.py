@@ -18,16 +18,16 @@ def bind_tickets(
     slot: int,
     epoch: int,
     cover: int,
-    first_tail: int,
+    first_tail: NDArray[np.int64],
     runs_max: int,
     pairs_max: int,
 ) -> Iterator[Ticket]:
-    """Tickets of all layers, each within the ring's limits."""
+    """Tickets of all layers, each within the ring's limits. first_tail: int64[layers, H]."""
     if not view.stored:
         return
     for layer in range(settings.layers):
         offloaded = np.flatnonzero(~settings.resident[layer]).tolist()
-        pairs = [_always_held(settings, view, layer, head, cover, first_tail) for head in offloaded]
+        pairs = [_always_held(settings, view, layer, head, cover, int(first_tail[layer, head])) for head in offloaded]
         n = len(offloaded)
         runs, joined = gather_runs([slot] * n, [epoch] * n, [0] * n, offloaded, pairs)
         yield from split_gather(layer, runs, joined, runs_max, pairs_max)
@@ -38,20 +38,10 @@ def _always_held(
     settings: PolicySettings, view: View, layer: int, head: int, cover: int, first_tail: int
 ) -> NDArray[np.uint32]:
     """Sinks and the stored part of the tail, uint32[n, 2] sorted by record."""
-    sinks = sink_pairs(view, layer, head, min(settings.sink, cover))
+    sinks = np.stack(view.records_of(layer, head, 0, min(settings.sink, cover)), axis=1)
     records, tokens = view.records_of(layer, head, cover, view.stored)
-    tail = np.stack([records, first_tail + tokens % settings.tail], axis=1).astype(np.uint32)
-    return by_record(np.concatenate([sinks, tail]))
-
-
-def sink_pairs(view: View, layer: int, head: int, count: int) -> NDArray[np.uint32]:
-    """The first `count` tokens at places [0, count), uint32[count, 2] sorted by record."""
-    if not count:
-        return NO_PAIRS
-    return np.stack(view.records_of(layer, head, 0, count), axis=1).astype(np.uint32)
-
-
-def by_record(pairs: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    tail = np.stack([records, first_tail + tokens % settings.tail], axis=1)
+    pairs = np.concatenate([sinks, tail]).astype(np.uint32)
     return np.ascontiguousarray(pairs[np.argsort(pairs[:, 0], kind="stable")])
 
 

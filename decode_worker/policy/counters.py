@@ -1,25 +1,34 @@
-"""What a policy counts since it was made."""
+"""What the steps of an engine have counted since it was made."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 
-@dataclass
+@dataclass(frozen=True)
 class Counters:
     """`steps` advances once per step; the others per head and lookup.
 
     The first step after a bind is in none of `lookups`, `hits` and `forced`: its labels are not the session's own.
     """
 
-    steps: int = 0
-    lookups: int = 0  # on heads that are not resident
-    hits: int = 0
-    forced: int = 0  # misses because the tail was nearly full
-    records_moved: int = 0  # committed
-    stale: int = 0  # lookups that wanted a new set and went on with the old one
-    cleared: int = 0  # sets that were given up before their successor arrived
-    errors: int = 0  # fetches that failed
+    steps: int
+    lookups: int  # on heads that are not resident
+    hits: int
+    forced: int  # misses because the tail was nearly full
+    records_moved: int  # committed
+    stale: int  # lookups that wanted a new set and went on with the old one
+    cleared: int  # sets that were given up before their successor arrived
+    errors: int  # fetches that failed
+
+    # Places in HeadState.counters, as enum class Counter in csrc/cpu/head_state.h orders them.
+    NAMES: ClassVar = ("steps", "lookups", "hits", "forced", "records_moved", "stale", "cleared", "errors")
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Counters:
+        return cls(*values)
 
     @property
     def hit_ratio(self) -> float:

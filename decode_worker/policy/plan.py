@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -22,13 +22,6 @@ class Op(IntEnum):
     RANGE = 2
 
 
-class Status(IntEnum):
-    """enum Status in csrc/core/ring.h. PENDING: the run is not terminal yet."""
-
-    PENDING = 0
-    OK = 1
-
-
 class QueryKind(IntEnum):
     """What a label was made of. Queries of different kinds are never compared."""
 
@@ -45,38 +38,6 @@ class Ticket:
     layer: int
     runs: NDArray[np.void]
     pairs: NDArray[np.uint32]
-
-
-@dataclass(eq=False)
-class Delta:
-    """One head's change of state, waiting for its records."""
-
-    slot: int
-    head: int
-    records: NDArray[np.int32]  # the new set
-    places: NDArray[np.int32]
-    label: NDArray[np.float32]
-    kind: QueryKind
-    cover: int
-    generation: int
-    pairs: NDArray[np.uint32]  # sorted by record
-    has_old_set: bool  # False: without these records the head has nothing coherent to attend to
-    open: bool = True  # its run is not terminal
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A layer's lookups that need records, as one GATHER ticket with a run per head."""
-
-    layer: int
-    hit: NDArray[np.bool_]  # [B, H]; resident heads count as hits
-    runs: NDArray[np.void]
-    pairs: NDArray[np.uint32]
-    deltas: list[Delta] = field(repr=False)
-
-    @property
-    def generation(self) -> NDArray[np.uint32]:
-        return self.runs["generation"]
 
 
 def gather_runs(

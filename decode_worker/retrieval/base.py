@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from decode_worker.kernels.registry import Registry
 from decode_worker.retrieval.index import PackIndex
 from decode_worker.retrieval.view import View
 
@@ -39,30 +40,38 @@ class Retriever(ABC):
         return PackIndex.load(blob, self.parameters)
 
     @abstractmethod
+    def scores(
+        self, layer: int, head: int, view: View, query: NDArray[np.float32], records: NDArray[np.intp]
+    ) -> NDArray[np.float32]:
+        """How near these records of one head are to query [g, d]: float32[n], higher is better."""
+
     def select(
         self,
         layer: int,
+        head: int,
         view: View,
         query: NDArray[np.float32],
-        limit: int,
-        sink: int,
+        low: int,
+        high: int,
         k: int,
-        heads: Sequence[int],
-    ) -> list[NDArray[np.int32]]:
-        """For each of `heads` the k best records whose token lies in [sink, limit), ties to the lower id; sorted by id.
-
-        query: [H, g, d] of all heads. Fewer than k where there are fewer.
-        """
-
-    def select_padded(
-        self, layer: int, view: View, query: NDArray[np.float32], limit: int, sink: int, k: int
+        unit: int = 1,
     ) -> NDArray[np.int32]:
-        """All heads at once as int32[H, k], padded with -1."""
-        found = self.select(layer, view, query, limit, sink, k, range(len(query)))
-        out = np.full((len(query), k), -1, np.int32)
-        for row, records in zip(out, found, strict=True):
-            row[: len(records)] = records
-        return out
+        """Ids of the k best units for query [g, d], ascending; fewer where there are fewer.
+
+        A unit is `unit` records in a row, as good as the best of those whose token lies in [low, high). Ties go to the
+        lower token, which does not depend on a pack's build; of larger units to the lower id."""
+        tokens = view.tokens_of(layer, head)
+        records = np.flatnonzero((tokens >= low) & (tokens < high))
+        if not len(records):
+            return np.empty(0, np.int32)
+        scores = self.scores(layer, head, view, query, records)
+        if unit == 1:
+            by_token = np.argsort(tokens[records])
+            return np.sort(records[by_token[top_k(scores[by_token], k)]]).astype(np.int32)
+        best = np.full(-(-view.stored // unit), -np.inf, np.float32)
+        np.maximum.at(best, records // unit, np.where(np.isnan(scores), -np.inf, scores))
+        units = np.unique(records // unit)
+        return units[top_k(best[units], k)].astype(np.int32)
 
 
 def top_k(scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
@@ -78,13 +87,9 @@ def top_k(scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
     return np.sort(np.concatenate([above, tied]))
 
 
+RETRIEVERS: Registry[Callable[[ModelConfig, Profile], Retriever]] = Registry("retriever")
+
+
 def make_retriever(name: str, config: ModelConfig, profile: Profile) -> Retriever:
     """The retriever of this name for a model; KeyError names the known ones."""
-    from decode_worker.retrieval.exact import ExactRetriever
-    from decode_worker.retrieval.hash import HashRetriever
-
-    if name == ExactRetriever.name:
-        return ExactRetriever(config.head_dim**-0.5)
-    if name == HashRetriever.name:
-        return HashRetriever(*profile.hash_parameters(config.layers, config.kv_heads, config.head_dim))
-    raise KeyError(f"retriever={name!r}: known are {ExactRetriever.name}, {HashRetriever.name}")
+    return RETRIEVERS[name](config, profile)

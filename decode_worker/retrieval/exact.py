@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_worker.retrieval.base import Retriever, top_k
+from decode_worker.retrieval.base import RETRIEVERS, Retriever
 from decode_worker.retrieval.view import View
+
+if TYPE_CHECKING:
+    from decode_worker.model.config import ModelConfig
+    from decode_worker.profile import Profile
 
 
 class ExactRetriever(Retriever):
@@ -26,28 +29,16 @@ class ExactRetriever(Retriever):
     def build(self, layer: int, keys: NDArray[np.float32], order: NDArray[np.uint16]) -> NDArray[np.float32]:
         return np.stack([keys[order[head], head] for head in range(keys.shape[1])])
 
-    def select(
-        self,
-        layer: int,
-        view: View,
-        query: NDArray[np.float32],
-        limit: int,
-        sink: int,
-        k: int,
-        heads: Sequence[int],
-    ) -> list[NDArray[np.int32]]:
-        return [self._select_head(layer, view, query[h], limit, sink, k, h) for h in heads]
-
-    def _select_head(
-        self, layer: int, view: View, query: NDArray[np.float32], limit: int, sink: int, k: int, head: int
-    ) -> NDArray[np.int32]:
+    def scores(
+        self, layer: int, head: int, view: View, query: NDArray[np.float32], records: NDArray[np.intp]
+    ) -> NDArray[np.float32]:
         data, _ = view.column(layer, head)
-        tokens = view.tokens_of(layer, head)
-        records = np.flatnonzero((tokens >= sink) & (tokens < limit))
-        if not len(records):
-            return np.empty(0, np.int32)
-        scores = attention_mass(query, np.concatenate(data)[records], self._scale)
-        return records[top_k(scores, k)].astype(np.int32)
+        return attention_mass(query, np.concatenate(data)[records], self._scale)
+
+
+@RETRIEVERS.register("exact")
+def make(config: ModelConfig, profile: Profile) -> Retriever:
+    return ExactRetriever(config.head_dim**-0.5)
 
 
 def attention_mass(query: NDArray[np.float32], keys: NDArray[np.float32], scale: np.float32) -> NDArray[np.float32]:

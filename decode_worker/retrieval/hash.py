@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker import _native
-from decode_worker.retrieval.base import Retriever, top_k
+from decode_worker.retrieval.base import RETRIEVERS, Retriever
 from decode_worker.retrieval.view import View
+
+if TYPE_CHECKING:
+    from decode_worker.model.config import ModelConfig
+    from decode_worker.profile import Profile
 
 BITS = 256
 WORDS = BITS // 64
@@ -42,55 +45,32 @@ class HashRetriever(Retriever):
             ]
         )
 
-    def select(
-        self,
-        layer: int,
-        view: View,
-        query: NDArray[np.float32],
-        limit: int,
-        sink: int,
-        k: int,
-        heads: Sequence[int],
-    ) -> list[NDArray[np.int32]]:
-        return [
-            _native.hash_select(
-                self.query_codes(layer, head, query[head]), *view.column(layer, head), view.firsts, sink, limit, k
-            )
-            for head in heads
-        ]
+    @property
+    def projection(self) -> NDArray[np.float32]:
+        """float32[layers, H, d, 256]."""
+        return self._projection
+
+    def scores(
+        self, layer: int, head: int, view: View, query: NDArray[np.float32], records: NDArray[np.intp]
+    ) -> NDArray[np.float32]:
+        codes = np.concatenate(view.column(layer, head)[0])[records]
+        differing = codes[:, None, :] ^ self.query_codes(layer, head, query)[None]
+        return -np.bitwise_count(differing).sum(axis=(1, 2), dtype=np.int64).astype(np.float32)
 
     def query_codes(self, layer: int, head: int, query: NDArray[np.float32]) -> NDArray[np.uint64]:
         """uint64[g, 4]; queries are not centred."""
         return _native.hash_encode(query, self._projection[layer, head], self._no_centre)
 
 
-# --- the same in NumPy: what the kernels are tested against ---
+@RETRIEVERS.register("hash")
+def make(config: ModelConfig, profile: Profile) -> Retriever:
+    return HashRetriever(*profile.hash_parameters(config.layers, config.kv_heads, config.head_dim))
 
 
 def encode_reference(
     x: NDArray[np.float32], projection: NDArray[np.float32], centre: NDArray[np.float32]
 ) -> NDArray[np.uint64]:
-    """hash_encode."""
+    """`_native.hash_encode` in NumPy: what the kernel is tested against."""
     bits = ((x - centre) @ projection > 0).reshape(len(x), WORDS, 64)
     weights = np.uint64(1) << np.arange(64, dtype=np.uint64)
     return np.where(bits, weights, np.uint64(0)).sum(axis=2, dtype=np.uint64)
-
-
-def select_reference(
-    query_codes: NDArray[np.uint64],
-    codes: Sequence[NDArray[np.uint64]],
-    maps: Sequence[NDArray[np.uint16]],
-    first: Sequence[int],
-    low: int,
-    high: int,
-    k: int,
-) -> NDArray[np.int32]:
-    """hash_select."""
-    if not codes:
-        return np.empty(0, np.int32)
-    records = np.concatenate([np.arange(len(m)) + f for m, f in zip(maps, first, strict=True)])
-    tokens = np.concatenate([m.astype(np.int64) + f for m, f in zip(maps, first, strict=True)])
-    differing = np.concatenate(codes)[:, None, :] ^ query_codes[None]
-    distance = np.bitwise_count(differing).sum(axis=(1, 2), dtype=np.int64)
-    inside = (tokens >= low) & (tokens < high)
-    return records[inside][top_k(-distance[inside].astype(np.float32), k)].astype(np.int32)

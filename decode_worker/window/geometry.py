@@ -16,8 +16,9 @@ BYTES_PER_PLACE_ENTRY = 8  # int32 place and int32 record of each selected place
 class WindowGeometry:
     """Lanes (layer-major) of one slot, one behind the other.
 
-    An offloaded head's lane is `sink` places, `k + slack` selected ones, then `tail`; a resident head's has one
-    place for each of `resident_places` tokens. `resident`: bool[layers, kv_heads].
+    An offloaded head's lane is `sink` places, `capacity` ones for what was selected, then `tail`; a resident head's has
+    one place for each of `resident_places` tokens. `resident`: bool[layers, kv_heads]; `capacity` and `selected`, how
+    many records a selection takes: int32[layers, kv_heads].
     """
 
     layers: int
@@ -25,8 +26,8 @@ class WindowGeometry:
     record_bytes: int
     label_bytes: int  # of one offloaded head
     sink: int
-    k: int
-    slack: int
+    selected: NDArray[np.int32]
+    capacity: NDArray[np.int32]
     tail: int
     resident: NDArray[np.bool_]
     resident_places: int
@@ -36,22 +37,20 @@ class WindowGeometry:
             raise ValueError(f"resident has shape {self.resident.shape}, expected {(self.layers, self.kv_heads)}")
         if self.record_bytes % 64 or self.record_bytes <= 0:
             raise ValueError(f"record_bytes={self.record_bytes} must be a positive multiple of 64")
-        if min(self.sink, self.slack) < 0 or min(self.k, self.tail, self.resident_places) < 1:
-            raise ValueError("k, tail and resident_places must be positive, sink and slack not negative")
+        if self.sink < 0 or min(self.tail, self.resident_places, self.selected.min()) < 1:
+            raise ValueError("selected, tail and resident_places must be positive, sink not negative")
+        if (self.selected > self.capacity).any():
+            raise ValueError("a head selects more records than it has places for")
 
-    @property
-    def first_tail(self) -> int:
-        """The first tail place of an offloaded head; token t lies at first_tail + t % tail."""
-        return self.sink + self.k + self.slack
-
-    @property
-    def offloaded_places(self) -> int:
-        return self.first_tail + self.tail
+    @cached_property
+    def first_tail(self) -> NDArray[np.int64]:
+        """Of offloaded heads, int64[layers, kv_heads]; token t of the tail lies at first_tail + t % tail."""
+        return self.sink + self.capacity.astype(np.int64)
 
     @cached_property
     def places(self) -> NDArray[np.int64]:
         """Places of each lane, int64[layers, kv_heads]."""
-        return np.where(self.resident, self.resident_places, self.offloaded_places).astype(np.int64)
+        return np.where(self.resident, self.resident_places, self.first_tail + self.tail)
 
     @cached_property
     def offsets(self) -> NDArray[np.uint64]:
@@ -82,7 +81,7 @@ class WindowGeometry:
     def device_bytes(self) -> int:
         """Window (selected, slack, tail, resident), labels and slot maps of one slot."""
         offloaded = int((~self.resident).sum())
-        slot_maps = offloaded * (self.k + self.slack) * BYTES_PER_PLACE_ENTRY
+        slot_maps = int(self.capacity[~self.resident].sum()) * BYTES_PER_PLACE_ENTRY
         return self.slot_bytes + offloaded * self.label_bytes + slot_maps
 
     def offloaded_bytes(self, tokens: int) -> int:

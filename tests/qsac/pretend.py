@@ -1,19 +1,29 @@
-"""A store that is a few arrays: it copies records by pairs, as told, and may fail, dawdle and reorder.
+"""A store that is a few arrays: it copies records by pairs, as told, and may fail and reorder.
 
-A record is 64 bytes: (layer, head, token) and padding, so that a test can read off a window which token lies where.
+Keys and values of a record are (layer, head, token), so that a test reads off a window which token lies where, and off
+an attention with a query of zeros which tokens it read: their mean, and how many by the log-sum-exp.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from decode_worker.kernels.base import Rows, StepContext
+from decode_worker.kernels.sets import KERNELS
+from decode_worker.policy.attended import attended_places
 from decode_worker.policy.base import Policy
-from decode_worker.policy.plan import Op, Plan, Ticket
+from decode_worker.policy.cache.base import CACHES
+from decode_worker.policy.plan import Op, Ticket
+from decode_worker.policy.presets import PRESETS
+from decode_worker.policy.reuse.base import REUSES
 from decode_worker.policy.settings import SEAL_TOKENS, PolicySettings
 from decode_worker.retrieval.base import Retriever
 from decode_worker.retrieval.index import PackIndex
 
-RECORD_BYTES = 64
+HEAD_DIM = 16
+RECORD_BYTES = 2 * HEAD_DIM * 4
 OK, ERROR = 1, 3
 
 
@@ -31,47 +41,54 @@ class RandomRetriever(Retriever):
     name = "random"
     parameters = bytes(32)
 
-    def __init__(self, rng):
-        self._rng = rng
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
 
     def build(self, layer, keys, order):
         return np.zeros((keys.shape[1], len(keys), 0), np.float32)
 
-    def select(self, layer, view, query, limit, sink, k, heads):
-        found = []
-        for head in heads:
-            records, _ = view.records_of(layer, head, sink, limit)
-            found.append(np.sort(self._rng.permutation(records)[:k]).astype(np.int32))
-        return found
+    def scores(self, layer, head, view, query, records):
+        return self._rng.random(len(records), dtype=np.float32)
 
 
-def settings(**changes) -> PolicySettings:
+def settings(preset: str = "qsac", **changes) -> PolicySettings:
     """Three layers (layer 0 resident), two KV heads of two queries, a short tail."""
     layers, heads, group = changes.get("layers", 3), changes.get("kv_heads", 2), changes.get("group", 2)
-    resident = np.zeros((layers, heads), bool)
+    chosen = PRESETS[preset]
+    resident = np.full((layers, heads), chosen.resident)
     resident[0] = True
     values = {
-        "slots": 2, "layers": layers, "kv_heads": heads, "group": group, "head_dim": 8, "record_bytes": RECORD_BYTES,
-        "context": 2048, "tau": np.full((layers, heads), 0.8, np.float32),
+        "slots": 2, "layers": layers, "kv_heads": heads, "group": group, "head_dim": HEAD_DIM,
+        "record_bytes": RECORD_BYTES, "context": 2048, "tau": np.full((layers, heads), 0.8, np.float32),
         "weights": np.ones((layers, heads, group), np.float32), "resident": resident, "budget": 40, "recent": 16,
-        "tail": 16 + SEAL_TOKENS + 32,
+        "tail": 16 + SEAL_TOKENS + 32, "reuse": REUSES[chosen.reuse], "cache": CACHES[chosen.cache],
+        "attended": chosen.attended, "unit": chosen.unit,
     }  # fmt: skip
     return PolicySettings(**{**values, **changes})
 
 
 class Bench:
-    """A policy, its window and the pretend store behind it."""
+    """A policy, one set of kernels, their window and the pretend store behind it."""
 
-    def __init__(self, policy: Policy, rng: np.random.Generator) -> None:
-        self.policy, self.rng, self.settings = policy, rng, policy.settings
-        context = self.settings.context
-        self.slot_bytes = policy.geometry(context).slot_bytes
-        self.window = np.full(self.settings.slots * self.slot_bytes, 255, np.uint8)
+    def __init__(
+        self, kernels: str, settings: PolicySettings, retriever: Retriever, rng: np.random.Generator, **context
+    ) -> None:
+        self.policy, self.rng, self.settings = Policy(settings, retriever), rng, settings
+        self.state = self.policy.state
+        self.slot_bytes = self.policy.geometry(settings.context).slot_bytes
+        self.window = np.full(settings.slots * self.slot_bytes, 255, np.uint8)
+        values = {"threads": 2, "stale_fails": False, "wait_us": 1000, **context}
+        self.kernels = KERNELS[kernels](
+            StepContext(settings, self.state, retriever, self.window, None, 1, settings.record_bytes, 1.0, **values)
+        )
+        self.policy.tell(self.kernels)
+        self.rows = Rows(settings.slots)
         self.packs: dict[int, list[Pack]] = {}
         self.positions: dict[int, int] = {}
         self.k: dict[int, int] = {}
-        self.late: list[tuple[Plan, np.ndarray, int]] = []  # served but for these runs
+        self.steps = 0
         self.fetched: list[list[int]] = []  # records of each run of the latest step
+        self.after_commit: Callable[[int], None] = lambda layer: None
 
     # --- sessions ---
 
@@ -93,16 +110,16 @@ class Bench:
         geometry = self.policy.geometry(self.settings.context, stored)
         self.policy.bind(slot, geometry, slot * self.slot_bytes, packs, position)
         self.policy.set_epoch(slot, 7 + slot)
-        self.k[slot] = geometry.k
+        self.k[slot] = int(geometry.selected.min())
         self.packs[slot], self.positions[slot] = packs, position
         for ticket in self.policy.bind_tickets(slot, runs_max=3, pairs_max=50):
             assert len(ticket.runs) <= 3
             assert len(ticket.pairs) <= 50
             self.copy(ticket)
         for token in range(stored, position):  # a prompt's rest
-            self.policy.begin_step([slot], [token])
+            self.begin([slot], [token])
             for layer in range(self.settings.layers):
-                self.write(layer, [slot], [token])
+                self.write(layer)
 
     def unbind(self, slot: int) -> None:
         self.policy.unbind(slot)
@@ -116,13 +133,12 @@ class Bench:
 
     # --- the store ---
 
-    def copy(self, ticket: Plan | Ticket, run: int | None = None, half: bool = False) -> None:
+    def copy(self, ticket: Ticket, run: int | None = None, half: bool = False) -> None:
         """Copies the records of one run, or of all; `half` of them if it shall fail midway."""
-        op = getattr(ticket, "op", Op.GATHER)
         for r in ticket.runs if run is None else ticket.runs[run : run + 1]:
             slot, head, first, count = (int(r[name]) for name in ("slot", "lane", "first_pair", "pair_count"))
             assert r["slot_epoch"] == 7 + slot
-            if op == Op.RANGE:
+            if ticket.op == Op.RANGE:
                 pairs = [(first + i, int(r["arg"]) + i) for i in range(count)]
             else:
                 pairs = ticket.pairs[first : first + count].tolist()
@@ -130,38 +146,56 @@ class Bench:
             for record, place in pairs[: len(pairs) // 2] if half else pairs:
                 pack = next(p for p in self.packs[slot] if p.first_token <= record < p.first_token + p.tokens)
                 token = pack.first_token + int(pack.order[ticket.layer, head, record - pack.first_token])
-                self._lane(ticket.layer, slot, head)[place, :3] = (ticket.layer, head, token)
+                self._lane(ticket.layer, slot, head)[place] = (ticket.layer, head, token, *[0] * (HEAD_DIM - 3))
 
-    def write(self, layer: int, slots: list[int], positions: list[int]) -> None:
+    def write(self, layer: int) -> None:
         """The new token of each head."""
-        places = self.policy.write_places(layer)
-        for row, slot in enumerate(slots):
-            for head in range(self.settings.kv_heads):
-                self._lane(layer, slot, head)[places[row, head], :3] = (layer, head, positions[row])
+        s, rows = self.settings, self.rows
+        record = torch.zeros(rows.count, s.kv_heads, s.head_dim)
+        record[..., 0] = layer
+        record[..., 1] = torch.arange(s.kv_heads)
+        record[..., 2] = rows.position[: rows.count, None]
+        self.kernels.append(layer, record, record)
 
     def _lane(self, layer: int, slot: int, head: int) -> np.ndarray:
-        windows = self.policy.windows(slot)
-        offset, places = (int(x) for x in windows[layer, head])
-        return self.window[offset : offset + places * RECORD_BYTES].view(np.int64).reshape(places, -1)
+        """float32[places, 2, d]: key and value of each place."""
+        offset, places = (int(x) for x in self.policy.windows(slot)[layer, head])
+        lane = self.window[offset : offset + places * RECORD_BYTES]
+        return lane.view(np.float32).reshape(places, 2, HEAD_DIM)
 
     # --- steps ---
 
-    def step(self, query: np.ndarray | None = None, failing: float = 0.0, late: float = 0.0) -> None:
-        """One step of every bound slot; shares of the runs fail, or end a step later. query: [layers, B, Hq, d]."""
-        self.settle_late_runs()
+    def begin(self, slots: list[int], positions: list[int]) -> None:
+        self.rows.set(slots, positions)
+        self.kernels.begin(self.rows, self.steps)
+        self.steps += 1
+
+    def plan(self, layer: int, query: np.ndarray) -> Ticket | None:
+        """query: [B, Hq, d]."""
+        kind = self.policy.query_kind(layer)
+        return self.kernels.plan(layer, torch.from_numpy(np.ascontiguousarray(query, np.float32)), kind)
+
+    def faults(self) -> list[int]:
+        return self.state.fault[self.rows.slot[: self.rows.count].long()].tolist()
+
+    def step(self, query: np.ndarray | None = None, failing: float = 0.0) -> None:
+        """One step of every bound slot; a share of the runs fails. query: [layers, B, Hq, d]."""
         slots = sorted(self.positions)
-        positions = [self.positions[s] for s in slots]
-        self.policy.begin_step(slots, positions)
+        self.begin(slots, [self.positions[s] for s in slots])
         self.fetched = []
         for layer in range(self.settings.layers):
             q = self.queries(len(slots)) if query is None else query[layer]
-            while (plan := self.policy.plan(layer, q)) is not None:
-                self.check_no_live_place_is_named(plan)
-                if self.policy.settle(layer, self.serve(plan, failing, late)):
+            while (ticket := self.plan(layer, q)) is not None:
+                self.check_no_live_place_is_named(ticket)
+                self.kernels.commit(layer, self.serve(ticket, failing))
+                if not any(self.faults()):
                     break
-            self.write(layer, slots, positions)
-            for row in range(len(slots)):
-                self.check(layer, row, positions[row])
+                self.state.fault[:] = 0
+            self.after_commit(layer)
+            self.write(layer)
+            if any(self.faults()):
+                raise RuntimeError(f"faults {self.faults()}")
+            self.check(layer)
         for slot in slots:
             self.positions[slot] += 1
             if self.policy.wants_seal(slot, self.positions[slot]):
@@ -171,62 +205,55 @@ class Bench:
         s = self.settings
         return self.rng.standard_normal((batch, s.kv_heads * s.group, s.head_dim), dtype=np.float32)
 
-    def serve(self, plan: Plan, failing: float, late: float) -> np.ndarray:
-        """Copies runs in random order; a failing one stops midway, a late one is copied before the next step."""
-        statuses = np.zeros((len(plan.runs), 2), np.uint32)
-        for run in self.rng.permutation(len(plan.runs)):
-            if plan.deltas[run].has_old_set and self.rng.random() < late:
-                self.late.append((plan, statuses, run))
-                continue
+    def serve(self, ticket: Ticket, failing: float) -> np.ndarray:
+        """Copies runs in random order; a failing one stops midway."""
+        statuses = np.zeros((len(ticket.runs), 2), np.uint32)
+        for run in self.rng.permutation(len(ticket.runs)):
             fails = self.rng.random() < failing
-            self.copy(plan, run, half=fails)
+            self.copy(ticket, run, half=fails)
             statuses[run, 0] = ERROR if fails else OK
-            first, count = int(plan.runs["first_pair"][run]), int(plan.runs["pair_count"][run])
-            self.fetched.append(plan.pairs[first : first + count, 0].tolist())
+            first, count = int(ticket.runs["first_pair"][run]), int(ticket.runs["pair_count"][run])
+            self.fetched.append(ticket.pairs[first : first + count, 0].tolist())
         return statuses
 
-    def settle_late_runs(self) -> None:
-        for plan, statuses, run in self.late:
-            self.copy(plan, run)
-            statuses[run, 0] = OK
-            self.policy.settle(plan.layer, statuses, plan)
-        self.late = []
+    # --- what attention reads ---
 
-    def attended(self, layer: int, row: int, head: int) -> list[int]:
+    def attended(self, layer: int, slot: int, head: int, position: int) -> list[int]:
         """Tokens that a head's attention reads, from the window itself; each must be that layer's and head's."""
-        ranges, places, counts = self.policy.segments(layer)
-        first = int(self.policy.base(layer)[row, head])
-        held = [np.arange(at, at + n) for at, n in ranges[row, head]]
-        held.append(places[row, head, : counts[row, head]])
-        rows = self.window[first : first + (len(self.window) - first) // 64 * 64].view(np.int64).reshape(-1, 8)
-        found = rows[np.concatenate(held).astype(np.int64), :3]
+        places = attended_places(self.state, layer, slot, head, position).numpy()
+        found = self._lane(layer, slot, head)[places, 0, :3]
         assert (found[:, :2] == (layer, head)).all(), "a place holds another head's record, or nothing"
-        return found[:, 2].tolist()
+        return found[:, 2].astype(int).tolist()
 
-    def check(self, layer: int, row: int, position: int) -> None:
-        """No token twice, none from the future; sinks and recent tokens always; everything if k allows."""
+    def check(self, layer: int) -> None:
+        """No token twice, none from the future; sinks and recent tokens always; everything if k allows. The kernel
+        reads just these."""
         s = self.settings
-        slot = sorted(self.positions)[row]
-        all_fit = self.k[slot] >= sum(p.tokens for p in self.packs[slot]) - s.sink
-        for head in range(s.kv_heads):
-            tokens = self.attended(layer, row, head)
-            assert len(set(tokens)) == len(tokens), f"token twice in layer {layer} head {head}"
-            assert max(tokens) == position
-            assert set(range(min(s.sink, position + 1))) <= set(tokens)
-            assert set(range(max(0, position - s.recent), position + 1)) <= set(tokens)
-            if s.resident[layer, head] or all_fit:
-                assert sorted(tokens) == list(range(position + 1)), "token in no set"
+        query = torch.zeros(self.rows.count, s.kv_heads * s.group, s.head_dim)
+        out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+        self.kernels.attend(layer, query, out, lse)
+        for row, (slot, position) in enumerate(zip(self.rows.slot.tolist(), self.rows.position.tolist(), strict=True)):
+            if row >= self.rows.count:
+                break
+            all_fit = self.k[slot] >= sum(p.tokens for p in self.packs[slot])
+            for head in range(s.kv_heads):
+                tokens = self.attended(layer, slot, head, position)
+                assert len(set(tokens)) == len(tokens), f"token twice in layer {layer} head {head}"
+                assert max(tokens) == position
+                assert set(range(min(s.sink, position + 1))) <= set(tokens)
+                assert set(range(max(0, position - s.recent), position + 1)) <= set(tokens)
+                if s.resident[layer, head] or all_fit:
+                    assert sorted(tokens) == list(range(position + 1)), "token in no set"
+                mine = slice(head * s.group, (head + 1) * s.group)
+                expected = torch.tensor([layer, head, np.mean(tokens)], dtype=torch.float32).expand(s.group, 3)
+                torch.testing.assert_close(out[row, mine, :3], expected, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(lse[row, mine], torch.full((s.group,), np.log(len(tokens))).float())
 
-    def check_no_live_place_is_named(self, plan: Plan) -> None:
+    def check_no_live_place_is_named(self, ticket: Ticket) -> None:
         """A ticket never writes where the set in use lies, nor in the tail."""
-        _, places, counts = self.policy.segments(plan.layer)
-        ranges = self.policy.segments(plan.layer)[0]
-        slots = sorted(self.positions)
-        for run in plan.runs:
-            row, head = slots.index(int(run["slot"])), int(run["lane"])
+        for run in ticket.runs:
+            slot, head = int(run["slot"]), int(run["lane"])
             first, count = int(run["first_pair"]), int(run["pair_count"])
-            named = set(plan.pairs[first : first + count, 1].tolist())
-            live = set(places[row, head, : counts[row, head]].tolist())
-            for at, n in ranges[row, head]:
-                live |= set(range(at, at + n))
-            assert not named & live, "a ticket names a place that is read"
+            named = set(ticket.pairs[first : first + count, 1].tolist())
+            live = attended_places(self.state, ticket.layer, slot, head, self.positions[slot] - 1)
+            assert not named & set(live.tolist()), "a ticket names a place that is read"

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from decode_worker.policy.base import TailFull
 from decode_worker.policy.full import FullPolicy
 from decode_worker.policy.none import NonePolicy
 from decode_worker.policy.qsac import QsacPolicy
+
+from decode_worker.policy.base import TailFull
 
 from .pretend import Bench, RandomRetriever, settings
 

@@ -5,10 +5,10 @@
 
 import numpy as np
 import pytest
-
 from decode_worker.policy.full import FullPolicy
 from decode_worker.policy.none import NonePolicy
 from decode_worker.policy.qsac import QsacPolicy
+
 from decode_worker.retrieval.exact import ExactRetriever
 
 from .pretend import Bench, settings

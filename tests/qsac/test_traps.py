@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from decode_worker.policy.qsac import QsacPolicy
 
 from decode_worker.policy.plan import QueryKind
-from decode_worker.policy.qsac import QsacPolicy
 
 from .pretend import ERROR, OK, Bench, RandomRetriever, settings
 

@@ -1,0 +1,303 @@
+#include "cpu/look_up.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <mutex>
+
+#include "cpu/pool.h"
+#include "cpu/query.h"
+
+namespace headgate {
+namespace {
+
+enum : uint8_t { kFree, kHeld, kAttended, kWanted };  // what a place is to a head that misses
+
+struct Scratch {
+  std::vector<int32_t> wanted;
+  std::vector<int32_t> places;  // of the wanted units; -1 for one that the window lacks
+  std::vector<uint8_t> use;     // of every unit place
+  std::vector<int32_t> victims;
+};
+
+// The lane of one head while it gets a new set. A unit place is counted from 0 behind the sinks.
+struct Lane {
+  const HeadState& state;
+  const CacheRule& cache;
+  int layer, slot, head;
+  HeadState::Side now, then;
+  int32_t capacity;
+  int32_t* stamp;
+  Scratch& s;
+
+  Lane(const HeadState& state_, const CacheRule& cache_, int layer_, const Wish& wish, Scratch& scratch)
+      : state(state_),
+        cache(cache_),
+        layer(layer_),
+        slot(wish.slot),
+        head(wish.head),
+        now(state.current(layer, slot, head)),
+        then(state.next(layer, slot, head)),
+        capacity(state.capacity[state.index(layer, slot, head)]),
+        stamp(state.stamp + state.index(layer, slot, head) * state.shape.units),
+        s(scratch) {}
+
+  int32_t unit_place(int32_t place) const { return (place - state.shape.sink) / state.shape.unit; }
+  int32_t first_place(int32_t unit_place) const { return state.shape.sink + unit_place * state.shape.unit; }
+
+  // Marks every place, finds the wanted units that are held; returns how many are not.
+  int32_t match() {
+    s.use.assign(capacity, kFree);
+    s.places.assign(s.wanted.size(), -1);
+    for (int32_t i = 0; i < now.held_count; ++i) s.use[unit_place(now.held_places[i])] = kHeld;
+    for (int32_t i = 0; i < now.count; ++i) s.use[unit_place(now.places[i])] = kAttended;
+    if (cache.whole) return static_cast<int32_t>(s.wanted.size());
+    int32_t missing = 0, h = 0;
+    for (size_t w = 0; w < s.wanted.size(); ++w) {
+      while (h < now.held_count && now.held[h] < s.wanted[w]) ++h;
+      if (h < now.held_count && now.held[h] == s.wanted[w]) {
+        s.places[w] = now.held_places[h];
+        s.use[unit_place(s.places[w])] = kWanted;
+      } else {
+        ++missing;
+      }
+    }
+    return missing;
+  }
+
+  // The old set is given up, so that a failure cannot leave half of each.
+  void clear() {
+    now.count = 0;
+    now.label_kind = static_cast<int8_t>(QueryKind::kNone);
+    std::fill_n(now.label, size_t(state.shape.group) * state.shape.d, 0.f);
+    if (!cache.keeps) now.held_count = 0;
+    for (uint8_t& use : s.use) {
+      if (use == kAttended) use = kHeld;
+    }
+    if (cache.keeps) return;
+    for (uint8_t& use : s.use) {
+      if (use == kHeld) use = kFree;
+    }
+  }
+
+  int32_t count(uint8_t use) const { return static_cast<int32_t>(std::count(s.use.begin(), s.use.end(), use)); }
+
+  // Makes `missing` places free. True if the old set had to be given up for that.
+  bool make_room(int32_t missing) {
+    int32_t free = count(kFree);
+    if (missing <= free) return false;
+    const bool gives_up = !cache.keeps || missing > free + count(kHeld);
+    if (gives_up) {
+      clear();
+      free = count(kFree);
+    }
+    if (missing > free) evict(missing - free);
+    return gives_up;
+  }
+
+  // The least recently (or often) used units leave at once: their places are about to be written.
+  void evict(int32_t count) {
+    s.victims.clear();
+    for (int32_t p = 0; p < capacity; ++p) {
+      if (s.use[p] == kHeld) s.victims.push_back(p);
+    }
+    std::nth_element(s.victims.begin(), s.victims.begin() + count - 1, s.victims.end(),
+                     [&](int32_t a, int32_t b) { return stamp[a] != stamp[b] ? stamp[a] < stamp[b] : a < b; });
+    for (int32_t i = 0; i < count; ++i) s.use[s.victims[i]] = kFree;
+    int32_t left = 0;
+    for (int32_t i = 0; i < now.held_count; ++i) {
+      if (s.use[unit_place(now.held_places[i])] == kFree) continue;
+      now.held[left] = now.held[i];
+      now.held_places[left++] = now.held_places[i];
+    }
+    now.held_count = left;
+  }
+
+  // Gives the missing units free places, ascending, and names their records.
+  void place(int32_t step, std::vector<Pair>& pairs) {
+    const int unit = state.shape.unit;
+    int32_t free = 0;
+    for (size_t w = 0; w < s.wanted.size(); ++w) {
+      const bool missing = s.places[w] < 0;
+      if (missing) {
+        while (s.use[free] != kFree) ++free;
+        s.places[w] = first_place(free++);
+        for (int r = 0; r < unit; ++r) {
+          pairs.push_back({uint32_t(s.wanted[w] * unit + r), uint32_t(s.places[w] + r)});
+        }
+      }
+      touch(unit_place(s.places[w]), step, missing);
+    }
+  }
+
+  void touch(int32_t place, int32_t step, bool arrives) {
+    switch (cache.on_use) {
+      case CacheRule::Stamp::kNone:
+        if (arrives) stamp[place] = step;
+        break;
+      case CacheRule::Stamp::kStep:
+        stamp[place] = step;
+        break;
+      case CacheRule::Stamp::kCount:
+        stamp[place] = arrives ? 1 : stamp[place] + 1;
+        break;
+    }
+  }
+
+  // What the window will hold: the wanted units, and what stays beside them.
+  void write_held() {
+    int32_t n = 0, h = 0;
+    const auto add = [&](int32_t unit, int32_t place) {
+      then.held[n] = unit;
+      then.held_places[n++] = place;
+    };
+    const int32_t old = cache.keeps ? now.held_count : 0;
+    for (size_t w = 0; w < s.wanted.size(); ++w) {
+      for (; h < old && now.held[h] < s.wanted[w]; ++h) add(now.held[h], now.held_places[h]);
+      if (h < old && now.held[h] == s.wanted[w]) ++h;
+      add(s.wanted[w], s.places[w]);
+    }
+    for (; h < old; ++h) add(now.held[h], now.held_places[h]);
+    then.held_count = n;
+  }
+
+  // The places of the wanted units' records whose token is neither a sink nor in the tail.
+  void write_places(const RecordMaps& maps, int32_t limit) {
+    if (state.shape.unit == 1) {
+      std::copy(s.places.begin(), s.places.end(), then.places);
+      then.count = static_cast<int32_t>(s.places.size());
+      return;
+    }
+    RecordMaps::Reader reader(maps, layer, slot, head);
+    const int unit = state.shape.unit;
+    int32_t n = 0;
+    for (size_t w = 0; w < s.wanted.size(); ++w) {
+      for (int r = 0; r < unit; ++r) {
+        const int32_t token = reader.token(s.wanted[w] * unit + r);
+        if (token >= state.shape.sink && token < limit) then.places[n++] = s.places[w] + r;
+      }
+    }
+    then.count = n;
+  }
+
+  // A session that was bound with fewer stored tokens than sinks has them only in its tail so far.
+  void add_sinks(const RecordMaps& maps, int32_t limit, std::vector<Pair>& pairs) const {
+    const int32_t sinks = std::min(state.shape.sink, limit);
+    if (now.cover >= sinks) return;
+    for (const PackMap& pack : maps.packs(slot)) {
+      const uint16_t* order = maps.order(pack, layer, head);
+      for (int32_t i = 0; i < pack.tokens && pack.first < sinks; ++i) {
+        const int32_t token = pack.first + order[i];
+        if (token < sinks) pairs.push_back({uint32_t(pack.first + i), uint32_t(token)});
+      }
+    }
+    std::sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.record < b.record; });
+  }
+};
+
+// Tasks on several threads, whose first exception is thrown here.
+template <class Task>
+void run_or_throw(int count, int threads, Task task) {
+  std::exception_ptr thrown;
+  std::mutex lock;
+  run_tasks(count, threads, [&](int i) {
+    try {
+      task(i);
+    } catch (...) {
+      std::lock_guard held(lock);
+      if (!thrown) thrown = std::current_exception();
+    }
+  });
+  if (thrown) std::rethrow_exception(thrown);
+}
+
+}  // namespace
+
+bool LookUp::misses(int layer, int slot, int head, int32_t position, const float* query, QueryKind kind) {
+  const HeadState::Shape& shape = state_.shape;
+  const size_t lane = size_t(layer) * shape.heads + head;
+  const HeadState::Side now = state_.current(layer, slot, head);
+  const bool similar = rules_.reuses && now.label_kind == static_cast<int8_t>(kind) &&
+                       similarity(query, now.label, state_.weights + lane * shape.group, shape.group, shape.d,
+                                  rules_.cos_floor) > state_.tau[lane];
+  const bool forced = position - now.cover >= state_.forced_from[lane];
+  const bool hit = similar && !forced;
+  if (position != state_.first_position[slot]) {
+    ++state_.counters[int(Counter::kLookups)];
+    state_.counters[int(Counter::kHits)] += hit;
+    state_.counters[int(Counter::kForced)] += forced;
+  }
+  return !hit;
+}
+
+void LookUp::choose(int layer, const Rows& rows, const float* query, QueryKind kind, Wish& wish,
+                    std::vector<Pair>& pairs) {
+  static thread_local Scratch scratch;
+  const HeadState::Shape& shape = state_.shape;
+  const size_t at = state_.index(layer, wish.slot, wish.head);
+  const int32_t limit = state_.limit(wish.slot, rows.position[wish.row]);
+  scratch.wanted.clear();
+  pairs.clear();
+  if (limit > shape.sink)
+    selector_.select(layer, wish.slot, wish.head, query, {shape.sink, limit, state_.selected[at], shape.unit},
+                     scratch.wanted);
+  Lane lane(state_, rules_.cache, layer, wish, scratch);
+  wish.has_old_set = lane.now.label_kind != static_cast<int8_t>(QueryKind::kNone);
+  const int32_t missing = lane.match();
+  wish.cleared = lane.make_room(missing);
+  wish.has_old_set &= !wish.cleared;
+  wish.units = missing;
+  lane.place(rows.step, pairs);
+  lane.write_held();
+  lane.write_places(maps_, limit);
+  lane.add_sinks(maps_, limit, pairs);
+  wish.pairs = static_cast<int64_t>(pairs.size());
+  std::memcpy(lane.then.label, query, sizeof(float) * shape.group * shape.d);
+  lane.then.label_kind = static_cast<int8_t>(kind);
+  lane.then.cover = limit;
+  lane.then.generation = ++state_.issued[at];
+}
+
+void LookUp::plan(int layer, const Rows& rows, const float* query, QueryKind kind, Outbox& out) {
+  const HeadState::Shape& shape = state_.shape;
+  const size_t head_floats = size_t(shape.group) * shape.d;
+  const auto query_of = [&](const Wish& w) { return query + (size_t(w.row) * shape.heads + w.head) * head_floats; };
+  wishes_.clear();
+  for (int row = 0; row < rows.count; ++row) {
+    const int slot = rows.slot[row];
+    for (int head = 0; slot >= 0 && head < shape.heads; ++head) {
+      Wish wish{row, slot, head, false, false, 0, 0};
+      if (state_.is_resident(layer, head)) continue;
+      if (misses(layer, slot, head, rows.position[row], query_of(wish), kind)) wishes_.push_back(wish);
+    }
+  }
+  if (pairs_.size() < wishes_.size()) pairs_.resize(wishes_.size());
+  run_or_throw(static_cast<int>(wishes_.size()), selector_.parallel() ? rules_.threads : 1,
+               [&](int i) { choose(layer, rows, query_of(wishes_[i]), kind, wishes_[i], pairs_[i]); });
+  out.runs.clear();
+  out.pairs.clear();
+  out.wishes.clear();
+  for (size_t i = 0; i < wishes_.size(); ++i) {
+    const Wish& wish = wishes_[i];
+    const size_t at = state_.index(layer, wish.slot, wish.head);
+    ++state_.misses[at];
+    state_.missing[at] += wish.units;
+    state_.counters[int(Counter::kCleared)] += wish.cleared;
+    if (pairs_[i].empty()) {
+      state_.commit(layer, wish.slot, wish.head);
+      continue;
+    }
+    out.runs.push_back({.slot = uint32_t(wish.slot),
+                        .slot_epoch = uint32_t(state_.epoch[wish.slot]),
+                        .generation = uint32_t(state_.issued[at]),
+                        .first_pair = uint32_t(out.pairs.size()),
+                        .pair_count = uint32_t(pairs_[i].size()),
+                        .lane = uint16_t(wish.head),
+                        .kind = 0,
+                        .arg = 0});
+    out.pairs.insert(out.pairs.end(), pairs_[i].begin(), pairs_[i].end());
+    out.wishes.push_back(wish);
+  }
+}
+
+}  // namespace headgate

@@ -1,0 +1,146 @@
+#include "cpu/step.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "cpu/store_token.h"
+
+namespace headgate {
+namespace {
+
+constexpr uint64_t kSpinUs = 30;
+
+}  // namespace
+
+void Step::begin(const Rows& rows) {
+  rows_ = rows;
+  ++state_.counters[int(Counter::kSteps)];
+  for (int row = 0; row < rows.count; ++row) {
+    if (rows.slot[row] >= 0) state_.fault[rows.slot[row]] = int32_t(StepFault::kNone);
+  }
+}
+
+void Step::look_up(RingProducer* ring, int layer, const float* query, QueryKind kind, const CheckIn& check_in) {
+  Posted& posted = tickets_[layer];
+  if (posted.seq) throw std::logic_error("look_up: the layer's ticket is under way");
+  look_up_.plan(layer, rows_, query, kind, out_);
+  if (out_.wishes.empty()) return;
+  std::swap(posted.wishes, out_.wishes);
+  if (!ring) return;
+  try {
+    posted.seq = ring->post(Op::kGather, uint32_t(rows_.step), uint16_t(layer), out_.runs, out_.pairs,
+                            settings_.wait_us, check_in);
+  } catch (...) {
+    commit(layer, {});
+    throw;
+  }
+}
+
+void Step::commit(int layer, std::span<const RunResult> results) {
+  Posted& posted = tickets_[layer];
+  posted.seq = 0;
+  for (size_t i = 0; i < posted.wishes.size(); ++i) {
+    const Wish& wish = posted.wishes[i];
+    const bool answered = i < results.size();
+    if (answered && results[i].status == uint32_t(Status::kOk)) {
+      state_.commit(layer, wish.slot, wish.head);
+      state_.counters[int(Counter::kMoved)] += wish.pairs;
+      continue;
+    }
+    state_.counters[int(Counter::kErrors)] += answered;
+    state_.counters[int(Counter::kStale)] += wish.has_old_set;
+    // A lost block is never papered over with an old set, whatever the setting says.
+    const bool lost = answered && results[i].aux == uint32_t(Fault::kDataLoss);
+    if (!wish.has_old_set || settings_.stale_fails || lost) {
+      const uint32_t aux = answered ? results[i].aux : 0;
+      const bool stale = answered && results[i].status == uint32_t(Status::kStale);
+      fail(wish.slot, aux         ? int32_t(aux)
+                      : !answered ? int32_t(StepFault::kNotPosted)
+                      : stale     ? int32_t(StepFault::kStale)
+                                  : int32_t(Fault::kInternal));
+    }
+  }
+  posted.wishes.clear();
+}
+
+void Step::await(RingProducer& ring, int layer, uint64_t timeout_us, const CheckIn& check_in) {
+  if (!awaits(layer)) return;
+  commit(layer, ring.wait(tickets_[layer].seq, timeout_us, kSpinUs, check_in));
+}
+
+int32_t Step::place_of_new_token(int layer, int slot, int head, int32_t position) const {
+  if (state_.is_resident(layer, head)) return position;
+  return state_.first_tail(layer, slot, head) + position % state_.shape.tail;
+}
+
+uint8_t* Step::record_at(int layer, int slot, int head, int32_t place) const {
+  const uint64_t at = uint64_t(state_.base[state_.index(layer, slot, head)]) + uint64_t(place) * settings_.record_bytes;
+  if (at + settings_.record_bytes > window_bytes_) throw std::logic_error("a place lies outside the window");
+  return window_ + at;
+}
+
+void Step::append(int layer, const float* key, const float* value) {
+  const HeadState::Shape& shape = state_.shape;
+  for (int row = 0; row < rows_.count; ++row) {
+    const int slot = rows_.slot[row];
+    for (int head = 0; slot >= 0 && head < shape.heads; ++head) {
+      const int32_t position = rows_.position[row];
+      if (!state_.is_resident(layer, head) && position - state_.current(layer, slot, head).cover >= state_.shape.tail) {
+        fail(slot, int32_t(StepFault::kTailFull));
+        break;
+      }
+      const size_t lane = size_t(row) * shape.heads + head;
+      store_token(record_at(layer, slot, head, place_of_new_token(layer, slot, head, position)), key + lane * shape.d,
+                  value + lane * shape.d, shape.d, settings_.dtype);
+    }
+  }
+}
+
+// docs/qsac.md step 6: sinks, the set and the tail, or everything.
+AttendLane Step::lane(int layer, int slot, int head, int32_t position) {
+  AttendLane lane{.base = record_at(layer, slot, head, 0)};
+  if (state_.is_resident(layer, head)) {
+    lane.ranges[0] = {0, position + 1};
+    return lane;
+  }
+  const HeadState::Side now = state_.current(layer, slot, head);
+  const int32_t tail = state_.shape.tail, first = state_.first_tail(layer, slot, head);
+  const int32_t start = now.cover % tail, count = std::min(position + 1 - now.cover, tail);
+  const int32_t before_wrap = std::min(count, tail - start);
+  lane.ranges[0] = {0, std::min(now.cover, state_.shape.sink)};
+  lane.ranges[1] = {first + start, before_wrap};
+  lane.ranges[2] = {first, count - before_wrap};
+  lane.places = now.places;
+  lane.count = now.count;
+  return lane;
+}
+
+void Step::attend(int layer, const float* query, float* out, float* lse) {
+  const HeadState::Shape& shape = state_.shape;
+  lanes_.assign(size_t(rows_.count) * shape.heads, AttendLane{.base = window_});
+  for (int row = 0; row < rows_.count; ++row) {
+    const int slot = rows_.slot[row];
+    for (int head = 0; slot >= 0 && head < shape.heads; ++head)
+      lanes_[size_t(row) * shape.heads + head] = lane(layer, slot, head, rows_.position[row]);
+  }
+  headgate::attend({.query = query,
+                    .lanes = lanes_.data(),
+                    .batch = rows_.count,
+                    .heads = shape.heads,
+                    .group = shape.group,
+                    .d = shape.d,
+                    .dtype = settings_.dtype,
+                    .record_bytes = settings_.record_bytes,
+                    .scale = settings_.scale,
+                    .threads = settings_.threads,
+                    .out = out,
+                    .lse = lse});
+}
+
+// The gravest fault of a row is kept: a lost block before any other.
+void Step::fail(int slot, int32_t fault) {
+  int32_t& kept = state_.fault[slot];
+  if (kept == 0 || fault == int32_t(Fault::kDataLoss)) kept = fault;
+}
+
+}  // namespace headgate

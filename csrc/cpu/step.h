@@ -1,0 +1,77 @@
+// One decode step on the CPU, layer by layer (decode_worker/kernels/base.py is the contract): look_up posts what is
+// missing, arrive waits for it and writes the new token, attend reads. One thread calls.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/pack.h"
+#include "core/ring_producer.h"
+#include "cpu/attend.h"
+#include "cpu/head_state.h"
+#include "cpu/look_up.h"
+
+namespace headgate {
+
+struct StepSettings {
+  Dtype dtype;
+  size_t record_bytes;
+  float scale;
+  int threads;
+  bool stale_fails;  // a failed fetch ends the row even where an old set would do
+  uint64_t wait_us;  // for a ticket
+};
+
+class Step {
+ public:
+  Step(HeadState state, const RecordMaps& maps, Selector& selector, LookUpRules rules, StepSettings settings,
+       uint8_t* window, size_t window_bytes)
+      : state_(state),
+        look_up_(state_, maps, selector, rules),
+        settings_(settings),
+        window_(window),
+        window_bytes_(window_bytes),
+        tickets_(state.shape.layers) {}
+
+  void begin(const Rows& rows);
+
+  // Plans; with a ring also posts.
+  void look_up(RingProducer* ring, int layer, const float* query, QueryKind kind, const CheckIn& check_in);
+  const Outbox& outbox() const { return out_; }
+
+  // Takes the results of the layer's runs. No results at all: the ticket was never posted.
+  void commit(int layer, std::span<const RunResult> results);
+  // Waits for the layer's ticket and commits it, if there is one.
+  void await(RingProducer& ring, int layer, uint64_t timeout_us, const CheckIn& check_in);
+  bool awaits(int layer) const { return tickets_[layer].seq != 0; }
+  const StepSettings& settings() const { return settings_; }
+
+  // Writes the rows' new tokens. key, value: [rows][heads][d].
+  void append(int layer, const float* key, const float* value);
+  // query, out: [rows][heads * group][d]; lse: [rows][heads * group] or null.
+  void attend(int layer, const float* query, float* out, float* lse);
+
+ private:
+  struct Posted {
+    uint64_t seq = 0;  // 0: nothing is under way
+    std::vector<Wish> wishes;
+  };
+
+  AttendLane lane(int layer, int slot, int head, int32_t position);
+  int32_t place_of_new_token(int layer, int slot, int head, int32_t position) const;
+  uint8_t* record_at(int layer, int slot, int head, int32_t place) const;
+  void fail(int slot, int32_t fault);
+
+  HeadState state_;
+  LookUp look_up_;
+  StepSettings settings_;
+  uint8_t* window_;
+  size_t window_bytes_;
+  Rows rows_{};
+  Outbox out_;
+  std::vector<Posted> tickets_;  // of each layer
+  std::vector<AttendLane> lanes_;
+};
+
+}  // namespace headgate

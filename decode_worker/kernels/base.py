@@ -1,0 +1,121 @@
+"""What runs a decode step between the products of its layers, and the order in which that happens.
+
+A step of some rows (row i processes position[i] of slot[i]):
+
+    kernels.begin(rows, step)
+    for each layer:
+        kernels.look_up(layer, query, kind)     similarity with the labels → selection → delta → ticket
+        kernels.arrive(layer, key, value)       waits for the layer's ticket, commits it, writes the new tokens
+        kernels.attend(layer, query, out, lse)  over sinks ∪ attended places ∪ tail, or everything
+
+`look_up` of a layer comes before its `arrive`, usually with the layer before it in between; nothing is decided outside.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decode_worker import _native
+from decode_worker.kernels.registry import Registry
+from decode_worker.kernels.state import HeadState
+from decode_worker.policy.plan import QueryKind, Ticket
+from decode_worker.policy.settings import PolicySettings
+from decode_worker.retrieval.base import Retriever
+from decode_worker.retrieval.view import StoredPack
+
+
+@dataclass(frozen=True, eq=False)
+class StepContext:
+    """What a kernel set works on. `window`: uint8, all slots; `ring`: None for a set whose tickets others carry out."""
+
+    settings: PolicySettings
+    state: HeadState
+    retriever: Retriever
+    window: NDArray[np.uint8]
+    ring: _native.RingProducer | None
+    dtype: int  # of stored K and V: enum Dtype in csrc/core/pack.h
+    record_bytes: int
+    scale: float
+    threads: int
+    stale_fails: bool
+    wait_us: int
+
+
+class Rows:
+    """The fixed tensors that say which row of a step is whose: int32[slots], of which the first `count` take part."""
+
+    def __init__(self, slots: int) -> None:
+        self.slot = torch.full((slots,), -1, dtype=torch.int32)
+        self.position = torch.zeros(slots, dtype=torch.int32)
+        self.count = 0
+
+    def set(self, slots: list[int], positions: list[int]) -> None:
+        self.count = len(slots)
+        self.slot[: self.count] = torch.tensor(slots, dtype=torch.int32)
+        self.position[: self.count] = torch.tensor(positions, dtype=torch.int32)
+
+
+class Kernels(ABC):
+    """One set of kernels over one HeadState. Not thread-safe. All tensors are contiguous; float ones are float32.
+
+    A row's fault is left in `state.fault` of its slot (a number of csrc/cpu/head_state.h): the row goes on, with
+    whatever its heads hold, and the others are not concerned. RingError is raised for what concerns all of them.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def extend(self, slot: int, pack: StoredPack) -> None:
+        """A slot's next pack. Between steps."""
+
+    @abstractmethod
+    def clear(self, slot: int) -> None:
+        """Forgets a slot's packs. Between steps."""
+
+    @abstractmethod
+    def begin(self, rows: Rows, step: int) -> None:
+        """Rows of the step to come; valid until the next call. Clears their faults."""
+
+    @abstractmethod
+    def look_up(self, layer: int, query: torch.Tensor, kind: QueryKind) -> None:
+        """query: [rows, H * g, d], which need not outlive the call. Posts the layer's ticket if any head needs records;
+        changes labels, sets and covers of heads that need none."""
+
+    @abstractmethod
+    def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """key, value: [rows, H, d]. Waits for the layer's ticket if there is one, at most `wait_us`."""
+
+    @abstractmethod
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """query, out: [rows, H * g, d]; lse: [rows, H * g], the log of the sum of exp(score), -inf over nothing."""
+
+    @abstractmethod
+    def await_ticket(self, layer: int) -> None:
+        """The first half of `arrive`: without a new token."""
+
+    @abstractmethod
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """The second half of `arrive`."""
+
+    @abstractmethod
+    def settle(self, timeout_us: int) -> None:
+        """After an error within a step: no ticket is left behind, as its places could not be used again otherwise."""
+
+    # --- the halves of `look_up` and `arrive`, for whoever carries tickets out himself ---
+
+    @abstractmethod
+    def plan(self, layer: int, query: torch.Tensor, kind: QueryKind) -> Ticket | None:
+        """`look_up` without posting."""
+
+    @abstractmethod
+    def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None:
+        """statuses: uint32[runs, 2] (status, aux) of the layer's plan; None: it was never posted."""
+
+
+KERNELS: Registry[type[Kernels]] = Registry("kernels")

@@ -1,0 +1,98 @@
+"""`cpu`: the kernels in C++ (csrc/cpu/step.h)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decode_worker import _native
+from decode_worker.kernels.base import KERNELS, Kernels, Rows, StepContext
+from decode_worker.policy.plan import RUN_DTYPE, Op, QueryKind, Ticket
+from decode_worker.retrieval.base import Retriever
+from decode_worker.retrieval.hash import HashRetriever
+from decode_worker.retrieval.view import StoredPack, View
+
+
+@KERNELS.register("cpu")
+class CpuKernels(Kernels):
+    """`hash` selects in C++; any other retriever is asked in Python, head by head."""
+
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        settings, retriever = context.settings, context.retriever
+        self._hashes = isinstance(retriever, HashRetriever)
+        self._views = [View() for _ in range(settings.slots)]
+        self._step = _native.Step(
+            context.state,
+            partial(_select, retriever, self._views),  # not a method: Step would hold its own holder
+            retriever.projection if isinstance(retriever, HashRetriever) else None,
+            context.ring,
+            context.window,
+            reuses=settings.reuse.by_label,
+            keeps=settings.cache.keeps,
+            whole=settings.cache.whole,
+            stamp=int(settings.cache.stamp),
+            cos_floor=settings.cos_floor,
+            dtype=context.dtype,
+            record_bytes=context.record_bytes,
+            scale=context.scale,
+            threads=context.threads,
+            stale_fails=context.stale_fails,
+            wait_us=context.wait_us,
+        )
+
+    def extend(self, slot: int, pack: StoredPack) -> None:
+        self._views[slot].extend(pack)
+        self._step.extend(slot, pack.first_token, pack.order, pack.index.data if self._hashes else None)
+
+    def clear(self, slot: int) -> None:
+        self._views[slot] = View()
+        self._step.clear(slot)
+
+    def begin(self, rows: Rows, step: int) -> None:
+        self._step.begin(rows.slot, rows.position, rows.count, step)
+
+    def look_up(self, layer: int, query: torch.Tensor, kind: QueryKind) -> None:
+        self._step.look_up(layer, query, kind)
+
+    def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._step.arrive(layer, key, value)
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        self._step.attend(layer, query, out, lse)
+
+    def await_ticket(self, layer: int) -> None:
+        self._step.await_ticket(layer)
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._step.append(layer, key, value)
+
+    def settle(self, timeout_us: int) -> None:
+        self._step.settle(timeout_us)
+
+    def plan(self, layer: int, query: torch.Tensor, kind: QueryKind) -> Ticket | None:
+        runs, pairs = self._step.plan(layer, query, kind)
+        if not runs:
+            return None
+        return Ticket(Op.GATHER, layer, np.frombuffer(runs, RUN_DTYPE), np.frombuffer(pairs, np.uint32).reshape(-1, 2))
+
+    def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None:
+        self._step.commit(layer, statuses)
+
+
+def _select(
+    retriever: Retriever,
+    views: list[View],
+    layer: int,
+    slot: int,
+    head: int,
+    query: NDArray[np.float32],
+    low: int,
+    high: int,
+    k: int,
+    unit: int,
+) -> NDArray[np.int32]:
+    return retriever.select(layer, head, views[slot], query, low, high, k, unit)

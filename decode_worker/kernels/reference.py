@@ -1,0 +1,295 @@
+"""`reference`: every kernel in plain torch and Python, one head after the other, as docs/qsac.md reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decode_worker import _native
+from decode_worker.kernels.base import KERNELS, Kernels, Rows, StepContext
+from decode_worker.policy.attended import attended_places, place_of_token
+from decode_worker.policy.cache.base import Stamp
+from decode_worker.policy.counters import Counters
+from decode_worker.policy.plan import QueryKind, Ticket, gather_runs
+from decode_worker.retrieval.view import StoredPack, View
+
+COUNTER = {name: place for place, name in enumerate(Counters.NAMES)}
+# enum class StepFault in csrc/cpu/head_state.h, and Fault in csrc/core/ring.h
+TAIL_FULL, NOT_POSTED, STALE, INTERNAL, DATA_LOSS = -1, -2, -3, 13, 15
+STORAGE = {1: torch.float32, 2: torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One head's change, waiting for its records."""
+
+    slot: int
+    head: int
+    has_old_set: bool
+    pairs: NDArray[np.uint32]
+
+
+@KERNELS.register("reference")
+class ReferenceKernels(Kernels):
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        settings = context.settings
+        self._views = [View() for _ in range(settings.slots)]
+        self._waiting: list[list[Wish]] = [[] for _ in range(settings.layers)]
+        self._posted = [0] * settings.layers
+
+    def extend(self, slot: int, pack: StoredPack) -> None:
+        self._views[slot].extend(pack)
+
+    def clear(self, slot: int) -> None:
+        self._views[slot] = View()
+
+    def begin(self, rows: Rows, step: int) -> None:
+        self._rows = [
+            (int(s), int(p)) for s, p in zip(rows.slot[: rows.count], rows.position[: rows.count], strict=True)
+        ]
+        self._number = step
+        self._count("steps", 1)
+        for slot, _ in self._rows:
+            if slot >= 0:
+                self.context.state.fault[slot] = 0
+
+    # --- look_up ---
+
+    def look_up(self, layer: int, query: torch.Tensor, kind: QueryKind) -> None:
+        ticket = self.plan(layer, query, kind)
+        if ticket is None or self.context.ring is None:
+            return
+        try:
+            self._posted[layer] = self.context.ring.post(
+                ticket.op, self._number & 0xFFFFFFFF, layer, ticket.runs, ticket.pairs, self.context.wait_us
+            )
+        except BaseException:
+            self.commit(layer, None)
+            raise
+
+    def plan(self, layer: int, query: torch.Tensor, kind: QueryKind) -> Ticket | None:
+        shape = self.context.state.shape
+        grouped = query.reshape(-1, shape.heads, shape.group, shape.head_dim)
+        wishes = []
+        for row, (slot, position) in enumerate(self._rows):
+            for head in range(shape.heads):
+                if slot < 0 or self.context.state.resident[layer, head]:
+                    continue
+                if self._misses(layer, slot, head, position, grouped[row, head], kind):
+                    wishes.append(self._choose(layer, slot, head, position, grouped[row, head], kind))
+        self._waiting[layer] = [wish for wish in wishes if len(wish.pairs)]
+        for wish in wishes:
+            if not len(wish.pairs):
+                self._flip(layer, wish)
+        if not self._waiting[layer]:
+            return None
+        waiting, state = self._waiting[layer], self.context.state
+        runs, pairs = gather_runs(
+            [w.slot for w in waiting],
+            [int(state.epoch[w.slot]) for w in waiting],
+            [int(state.issued[layer, w.slot, w.head]) for w in waiting],
+            [w.head for w in waiting],
+            [w.pairs for w in waiting],
+        )
+        return Ticket(_native.OP_GATHER, layer, runs, pairs)
+
+    def _misses(self, layer: int, slot: int, head: int, position: int, query: torch.Tensor, kind: QueryKind) -> bool:
+        state, settings = self.context.state, self.context.settings
+        at = state.side(layer, slot, head)
+        comparable = settings.reuse.by_label and int(state.label_kind[at]) == kind
+        near = comparable and similarity(
+            query, state.label[at], state.weights[layer, head], settings.cos_floor
+        ) > float(state.tau[layer, head])
+        forced = position - int(state.cover[at]) >= int(state.forced_from[layer, head])
+        hit = near and not forced
+        if position != int(state.first_position[slot]):
+            self._count("lookups", 1)
+            self._count("hits", hit)
+            self._count("forced", forced)
+        return not hit
+
+    def _choose(self, layer: int, slot: int, head: int, position: int, query: torch.Tensor, kind: QueryKind) -> Wish:
+        state, cache = self.context.state, self.context.settings.cache
+        shape, now = state.shape, state.side(layer, slot, head)
+        then = (1 - now[0], *now[1:])
+        limit, k = state.limit(slot, position), int(state.selected[layer, slot, head])
+        wanted: list[int] = []
+        if limit > shape.sink:
+            view = self._views[slot]
+            wanted = self.context.retriever.select(
+                layer, head, view, query.numpy(), shape.sink, limit, k, shape.unit
+            ).tolist()
+
+        n = int(state.held_count[now])
+        held = dict(zip(state.held[now][:n].tolist(), state.held_places[now][:n].tolist(), strict=True))
+        in_use = {int(p) - (int(p) - shape.sink) % shape.unit for p in state.places[now][: int(state.count[now])]}
+        every = [shape.sink + i * shape.unit for i in range(int(state.capacity[layer, slot, head]))]
+        kept = {} if cache.whole else {unit: held[unit] for unit in wanted if unit in held}
+        missing = [unit for unit in wanted if unit not in kept]
+        has_old_set = state.has_label(layer, slot, head)
+
+        free = [p for p in every if p not in held.values()]
+        spare = {u: p for u, p in held.items() if p not in in_use and u not in kept} if cache.keeps else {}
+        clears = len(missing) > len(free) + len(spare)
+        if clears:
+            state.count[now] = state.label_kind[now] = 0
+            state.label[now] = 0
+            has_old_set = False
+            self._count("cleared", 1)
+            others = {u: p for u, p in held.items() if u not in kept}
+            if cache.keeps:
+                spare = others
+            else:
+                held = {}
+                state.held_count[now] = 0
+                free = [p for p in every if p not in kept.values()]
+        if len(missing) > len(free):
+            stamp = state.stamp[layer, slot, head]
+            by_age = sorted(spare, key=lambda u: (int(stamp[(spare[u] - shape.sink) // shape.unit]), spare[u]))
+            for unit in by_age[: len(missing) - len(free)]:
+                free.append(held.pop(unit))
+            self._write_held(now, held)
+        places = {**kept, **dict(zip(missing, sorted(free), strict=False))}
+
+        for unit in wanted:
+            self._touch(layer, slot, head, (places[unit] - shape.sink) // shape.unit, unit in missing)
+        self._write_held(then, {**(held if cache.keeps else {}), **places})
+        tokens = self._views[slot].tokens_of(layer, head)
+        attended = [
+            places[unit] + r
+            for unit in wanted
+            for r in range(shape.unit)
+            if shape.sink <= tokens[unit * shape.unit + r] < limit
+        ]
+        state.places[then][: len(attended)] = torch.tensor(attended, dtype=torch.int32)
+        state.count[then] = len(attended)
+        pairs = [(unit * shape.unit + r, places[unit] + r) for unit in missing for r in range(shape.unit)]
+        sinks = min(shape.sink, limit)
+        if int(state.cover[now]) < sinks:
+            pairs += [(int(record), int(tokens[record])) for record in np.flatnonzero(tokens < sinks)]
+        state.label[then] = query
+        state.label_kind[then] = kind
+        state.cover[then] = limit
+        state.issued[layer, slot, head] += 1
+        state.generation[then] = state.issued[layer, slot, head]
+        state.misses[layer, slot, head] += 1
+        state.missing[layer, slot, head] += len(missing)
+        return Wish(slot, head, has_old_set, np.array(sorted(pairs), np.uint32).reshape(-1, 2))
+
+    def _touch(self, layer: int, slot: int, head: int, unit_place: int, arrives: bool) -> None:
+        stamp = self.context.state.stamp[layer, slot, head]
+        rule = self.context.settings.cache.stamp
+        if rule == Stamp.COUNT:
+            stamp[unit_place] = 1 if arrives else stamp[unit_place] + 1
+        elif arrives or rule == Stamp.STEP:
+            stamp[unit_place] = self._number
+
+    def _write_held(self, side: tuple[int, int, int, int], held: dict[int, int]) -> None:
+        state = self.context.state
+        for i, unit in enumerate(sorted(held)):
+            state.held[side][i], state.held_places[side][i] = unit, held[unit]
+        state.held_count[side] = len(held)
+
+    # --- arrive ---
+
+    def await_ticket(self, layer: int) -> None:
+        seq, self._posted[layer] = self._posted[layer], 0
+        if seq:
+            assert self.context.ring is not None
+            self.commit(layer, self.context.ring.wait(seq, self.context.wait_us))
+
+    def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None:
+        waiting, self._waiting[layer] = self._waiting[layer], []
+        for i, wish in enumerate(waiting):
+            if statuses is not None and statuses[i, 0] == _native.STATUS_OK:
+                self._flip(layer, wish)
+                self._count("records_moved", len(wish.pairs))
+                continue
+            self._count("errors", statuses is not None)
+            self._count("stale", wish.has_old_set)
+            aux = 0 if statuses is None else int(statuses[i, 1])
+            if not wish.has_old_set or self.context.stale_fails or aux == DATA_LOSS:
+                if statuses is None:
+                    self._fail(wish.slot, NOT_POSTED)
+                else:
+                    self._fail(wish.slot, aux or (STALE if statuses[i, 0] == _native.STATUS_STALE else INTERNAL))
+
+    def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.await_ticket(layer)
+        self.append(layer, key, value)
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        state = self.context.state
+        for row, (slot, position) in enumerate(self._rows):
+            for head in range(state.shape.heads if slot >= 0 else 0):
+                cover = int(state.cover[state.side(layer, slot, head)])
+                if not state.resident[layer, head] and position - cover >= state.shape.tail:
+                    self._fail(slot, TAIL_FULL)
+                    break
+                place = place_of_token(state, layer, slot, head, position)
+                record = torch.cat((key[row, head], value[row, head])).to(STORAGE[self.context.dtype])
+                raw = record.view(torch.uint8).numpy()
+                self._lane(layer, slot, head)[place, : len(raw)] = raw
+
+    def settle(self, timeout_us: int) -> None:
+        for layer, seq in enumerate(self._posted):
+            self._posted[layer] = 0
+            if not seq:
+                continue
+            assert self.context.ring is not None
+            try:
+                self.commit(layer, self.context.ring.wait(seq, timeout_us))
+            except _native.RingError:
+                self.commit(layer, None)
+
+    # --- attend ---
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        state = self.context.state
+        group, d = state.shape.group, state.shape.head_dim
+        for row, (slot, position) in enumerate(self._rows):
+            for head in range(state.shape.heads):
+                mine = slice(head * group, (head + 1) * group)
+                out[row, mine], lse[row, mine] = 0, -torch.inf
+                if slot < 0:
+                    continue
+                places = attended_places(state, layer, slot, head, position)
+                raw = torch.from_numpy(self._lane(layer, slot, head)[places.numpy()].copy())
+                pair = raw.view(STORAGE[self.context.dtype]).double()
+                scores = self.context.scale * query[row, mine].double() @ pair[:, :d].T
+                if len(places):
+                    lse[row, mine] = scores.logsumexp(1).float()
+                    out[row, mine] = (scores.softmax(1) @ pair[:, d : 2 * d]).float()
+
+    def _lane(self, layer: int, slot: int, head: int) -> NDArray[np.uint8]:
+        """The window from a head's place 0 on, uint8[places, record_bytes]."""
+        size, first = self.context.record_bytes, int(self.context.state.base[layer, slot, head])
+        window = self.context.window[first:]
+        return window[: len(window) // size * size].reshape(-1, size)
+
+    def _flip(self, layer: int, wish: Wish) -> None:
+        self.context.state.parity[layer, wish.slot, wish.head] ^= 1
+
+    def _fail(self, slot: int, fault: int) -> None:
+        """The gravest fault of a row is kept: a lost block before any other."""
+        if not self.context.state.fault[slot] or fault == DATA_LOSS:
+            self.context.state.fault[slot] = fault
+
+    def _count(self, name: str, more: int) -> None:
+        self.context.state.counters[COUNTER[name]] += int(more)
+
+
+def similarity(query: torch.Tensor, label: torch.Tensor, weights: torch.Tensor, cos_floor: float) -> float:
+    """docs/qsac.md step 3 for one KV head: query, label [g, d], weights [g]; NaN where a norm is zero."""
+    q, k, w = query.double(), label.double(), weights.double()
+    norms = (q.square().sum(1) * k.square().sum(1)).sqrt()
+    if not (norms > 0).all():
+        return float("nan")
+    cosines = (q * k).sum(1) / norms
+    if cosines.min() <= cos_floor or not w.sum() > 0:
+        return float(cosines.min())
+    return float(w.sum() / (w / cosines).sum())

@@ -1,0 +1,68 @@
+"""`cpu` and `reference` keep the same state, bit for bit, over random steps of every policy and retriever."""
+
+import numpy as np
+import pytest
+import torch
+
+from decode_worker.policy.presets import PRESETS
+from decode_worker.retrieval.exact import ExactRetriever
+from decode_worker.retrieval.hash import HashRetriever
+
+from .pretend import HEAD_DIM, Bench, RandomRetriever, settings
+
+CHANGED = (
+    "held", "held_places", "held_count", "places", "count", "label", "label_kind", "cover", "generation", "parity",
+    "issued", "stamp", "misses", "missing", "fault", "counters",
+)  # fmt: skip
+
+
+def retriever(name: str, seed: int, layers: int, heads: int):
+    if name == "random":
+        return RandomRetriever(seed)
+    if name == "exact":
+        return ExactRetriever(HEAD_DIM**-0.5)
+    rng = np.random.default_rng(seed)
+    projection = rng.standard_normal((layers, heads, HEAD_DIM, 256), dtype=np.float32)
+    return HashRetriever(projection, rng.standard_normal((layers, heads, HEAD_DIM), dtype=np.float32))
+
+
+def counted(state, name: str) -> torch.Tensor:
+    """A list without what lies behind its count."""
+    values = getattr(state, name)
+    count = {"held": state.held_count, "held_places": state.held_count, "places": state.count}.get(name)
+    if count is None:
+        return values
+    return torch.where(torch.arange(values.shape[-1]) < count[..., None], values, -1)
+
+
+@pytest.mark.parametrize("preset", PRESETS.names)
+@pytest.mark.parametrize("index", ["random", "exact", "hash"])
+def test_both_sets_keep_the_same_state(rng, preset, index):
+    group = int(rng.integers(1, 5))
+    changes = {
+        "group": group,
+        "weights": rng.random((3, 2, group), dtype=np.float32),
+        "slack": float(rng.choice([0, 0.125, 1])),
+        "budget": int(rng.integers(1, 90)),
+        "tau": rng.uniform(-0.2, 0.9, (3, 2)).astype(np.float32),
+    }
+    seed = int(rng.integers(1 << 30))
+    benches = []
+    for kernels in ("cpu", "reference"):
+        own = np.random.default_rng(seed)
+        bench = Bench(kernels, settings(preset, **changes), retriever(index, seed, 3, 2), own)
+        keys = own.standard_normal((3, 1024, 2, HEAD_DIM), dtype=np.float32)
+        packs = [bench.pack(first, size, keys[:, first : first + size]) for first, size in ((0, 256), (256, 512))]
+        bench.bind(0, 768, 800, packs)
+        bench.bind(1, 0, 3)
+        benches.append(bench)
+    shapes = benches[0].queries(2), benches[1].queries(2)
+    base = np.stack([shapes[0]] * 3)
+    for number in range(6):
+        noise = rng.choice([0.05, 2.0], (3, 2, 1, 1)) * rng.standard_normal(base.shape)
+        for bench in benches:
+            bench.step(base + noise.astype(np.float32), failing=0.2)
+        for name in CHANGED:
+            first, second = (counted(bench.state, name) for bench in benches)
+            torch.testing.assert_close(first, second, rtol=0, atol=0, msg=lambda m: f"step {number} {name}: {m}")
+        assert (benches[0].window == benches[1].window).all()

@@ -10,6 +10,11 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from decode_worker.kernels.sets import KERNELS
+from decode_worker.policy.cache.base import CACHES
+from decode_worker.policy.presets import PRESETS
+from decode_worker.policy.reuse.base import REUSES
+from decode_worker.retrieval.base import RETRIEVERS
 from kvstore_service.shared.settings import (
     ConfigError,
     Key,
@@ -36,6 +41,8 @@ class WorkerConfig:
     broker: Path = Path(default_broker())
     name: str = "worker"
     policy: str = "qsac"
+    reuse: str = ""
+    cache: str = ""
     retriever: str = "hash"
     query: str = "speculative"
     budget: float = 0.1
@@ -58,6 +65,7 @@ class WorkerConfig:
     staging_bytes: int = 16 << 20
     wait_ms: int = 2000
     stale: str = "use"
+    kernels: str = "cpu"
     threads: int = 1
     seed: int = 0
 
@@ -119,8 +127,10 @@ KEYS = (
     Key("socket", None, path, "the daemon's gRPC socket"),
     Key("broker", None, path, "the daemon's descriptor broker"),
     Key("name", None, str, "this worker's name in kvctl"),
-    Key("policy", None, choice("qsac", "none", "full"), "what decides which KV vectors move"),
-    Key("retriever", None, choice("hash", "exact"), "index that selects KV vectors for a query"),
+    Key("policy", None, choice(*PRESETS.names), "which system of the papers decides what moves, and when"),
+    Key("reuse", None, choice("", *REUSES.names), "when a head selects again; empty: as the policy says"),
+    Key("cache", None, choice("", *CACHES.names), "what a window keeps; empty: as the policy says"),
+    Key("retriever", None, choice(*RETRIEVERS.names), "index that selects KV vectors for a query"),
     Key("query", None, choice("speculative", "true"), "which query selects"),
     Key("budget", None, _budget, "selected part of the stored tokens (0.1), or their number"),
     Key("sink", None, count(0, 1024), "first tokens that are always held"),
@@ -157,6 +167,7 @@ KEYS = (
     Key("staging_bytes", None, size(1 << 16), "memory through which packs are written"),
     Key("wait_ms", None, count(1, 600_000), "deadline of every wait for the daemon"),
     Key("stale", None, choice("use", "fail"), "after a failed fetch: use the old set, or fail"),
+    Key("kernels", None, choice(*KERNELS.names), "which kernels run a step"),
     Key("threads", None, count(1, 1024), "threads of the worker's kernels"),
     Key("seed", None, count(0, 1 << 62), "seed of sampling"),
 )

@@ -26,6 +26,7 @@ FAULT_NAMES = {
     14: "UNAVAILABLE",
     15: "DATA_LOSS",
 }
+ABORTED = 10
 DATA_LOSS = 15
 LATE_RETRY_S = 1.0  # after runs whose disk reads or writes were too slow
 BEAT_MARGIN_NS = 500_000_000  # a beat comes every 50 ms, but a loaded machine may delay it
@@ -136,9 +137,15 @@ def raise_for_status(statuses: NDArray[np.uint32]) -> None:
         return
     status, fault = max((int(s), int(f)) for s, f in failed)
     worst = DATA_LOSS if DATA_LOSS in failed[:, 1] else fault
-    name = FAULT_NAMES.get(worst, "ABORTED" if status == _native.STATUS_STALE else "INTERNAL")
-    retry_after_s = LATE_RETRY_S if name == "UNAVAILABLE" else None
-    raise StoreError(name, f"{len(failed)} of {len(statuses)} transfers failed in the store ({name})", retry_after_s)
+    if not worst and status == _native.STATUS_STALE:
+        worst = ABORTED
+    raise fault_of(worst, f"{len(failed)} of {len(statuses)} transfers")
+
+
+def fault_of(code: int, what: str = "a transfer") -> StoreError:
+    """code: enum Fault in csrc/core/ring.h."""
+    name = FAULT_NAMES.get(code, "INTERNAL")
+    return StoreError(name, f"{what} failed in the store ({name})", LATE_RETRY_S if name == "UNAVAILABLE" else None)
 
 
 class StagingRing:

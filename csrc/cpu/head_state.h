@@ -108,7 +108,7 @@ struct HeadState {
 };
 
 // Why a row has no logits. Positive numbers are the store's (enum class Fault).
-enum class StepFault : int32_t { kNone = 0, kTailFull = -1, kNotPosted = -2, kStale = -3 };
+enum class StepFault : int32_t { kNone = 0, kTailFull = -1, kNotPosted = -2 };
 
 // decode_worker/policy/counters.py names them.
 enum class Counter : int { kSteps, kLookups, kHits, kForced, kMoved, kStale, kCleared, kErrors, kCount };

@@ -10,11 +10,15 @@ namespace {
 
 constexpr uint64_t kSpinUs = 30;
 
+int32_t fault_of(const RunResult& result) {
+  if (result.aux != 0) return static_cast<int32_t>(result.aux);
+  return static_cast<int32_t>(result.status == uint32_t(Status::kStale) ? Fault::kAborted : Fault::kInternal);
+}
+
 }  // namespace
 
 void Step::begin(const Rows& rows) {
   rows_ = rows;
-  ++state_.counters[int(Counter::kSteps)];
   for (int row = 0; row < rows.count; ++row) {
     if (rows.slot[row] >= 0) state_.fault[rows.slot[row]] = int32_t(StepFault::kNone);
   }
@@ -52,12 +56,7 @@ void Step::commit(int layer, std::span<const RunResult> results) {
     // A lost block is never papered over with an old set, whatever the setting says.
     const bool lost = answered && results[i].aux == uint32_t(Fault::kDataLoss);
     if (!wish.has_old_set || settings_.stale_fails || lost) {
-      const uint32_t aux = answered ? results[i].aux : 0;
-      const bool stale = answered && results[i].status == uint32_t(Status::kStale);
-      fail(wish.slot, aux         ? int32_t(aux)
-                      : !answered ? int32_t(StepFault::kNotPosted)
-                      : stale     ? int32_t(StepFault::kStale)
-                                  : int32_t(Fault::kInternal));
+      fail(wish.slot, answered ? fault_of(results[i]) : int32_t(StepFault::kNotPosted));
     }
   }
   posted.wishes.clear();

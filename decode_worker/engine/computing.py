@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,9 @@ def computing(config: WorkerConfig, policy: Policy) -> bytes:
     if settings.resident.all():
         return EXACT
     values = {
-        "policy": policy.name,
+        "reuse": asdict(settings.reuse),
+        "attended": settings.attended,
+        "unit": settings.unit,
         "retriever": policy.retriever.name,
         "index": policy.retriever.parameters.hex(),
         "query": config.query,

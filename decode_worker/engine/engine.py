@@ -16,7 +16,10 @@ from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates
 from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
-from decode_worker.failures import clean_up, prefix_changed
+from decode_worker.failures import clean_up, is_lost, prefix_changed
+from decode_worker.kernels.base import StepContext
+from decode_worker.kernels.products import PRODUCTS
+from decode_worker.kernels.sets import KERNELS
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.model.transformer import Transformer
@@ -92,8 +95,15 @@ class Engine:
             computing=self._computing, slot_bytes=self.slot_bytes,
         )  # fmt: skip
         self.loop = DecodeLoop(
-            self.model, self.records, self.policy, self.transport,
-            speculative=config.query == "speculative", stale_fails=config.stale == "fail", threads=config.threads,
+            self.policy,
+            PRODUCTS["reference"](self.model, config.slots, config.threads, "compute"),
+            self.transport,
+            KERNELS[config.kernels],
+            StepContext(
+                self.policy.settings, self.policy.state, self.retriever, self.transport.window, self.transport.decode,
+                dtype=self.records.code, record_bytes=self.records.record_bytes, scale=self.model.scale,
+                threads=config.threads, stale_fails=config.stale == "fail", wait_us=self.transport.wait_us,
+            ),
         )  # fmt: skip
 
     def _connect_rings(self) -> Transport:
@@ -102,7 +112,7 @@ class Engine:
         self.slot_bytes = largest.slot_bytes
         runs_max = config.slots * shape.kv_heads
         # Room for the step in which every head misses everything, sinks included.
-        pairs_max = runs_max * (largest.k + config.sink)
+        pairs_max = runs_max * (int(largest.selected.max()) + config.sink)
         return Transport(
             self.client,
             slots=config.slots,
@@ -230,24 +240,55 @@ class Engine:
     def step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> torch.Tensor:
         """One token of each session; float32 logits [B, vocab]. First seals tails that have grown long enough.
 
-        A seal that the store has no room for is tried again at later steps, as long as the tail has room itself.
-        After an error no session has taken its token. ValueError for a closed session, and for one that stands twice.
+        Raises the first session's fault, if any of them has one: then no session has taken its token. ValueError for a
+        closed session, and for one that stands twice.
         """
+        logits, faults = self._step(sessions, tokens)
+        for fault in faults:
+            if fault is not None:
+                raise fault
+        for session, token in zip(sessions, tokens, strict=True):
+            session.tokens.append(token)
+        return logits
+
+    def advance(
+        self, sessions: Sequence[Session], tokens: Sequence[int]
+    ) -> tuple[torch.Tensor, list[Exception | None]]:
+        """The same, but faults concern one session each, [B] beside the logits; who has none has taken its token."""
+        logits, faults = self._step(sessions, tokens)
+        for session, token, fault in zip(sessions, tokens, faults, strict=True):
+            if fault is None:
+                session.tokens.append(token)
+        return logits, faults
+
+    def _step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> tuple[torch.Tensor, list[Exception | None]]:
         if len(set(sessions)) != len(sessions):
             raise ValueError("a session stands twice in one step; it takes one token at a time")
         if not self._open_sessions.issuperset(sessions):
             raise ValueError("a session of this step is closed; open another one")
-        positions = [session.position for session in sessions]
-        if max(positions) >= self.config.context:
-            raise StoreError(
-                "RESOURCE_EXHAUSTED", f"a session has reached context={self.config.context} tokens: raise it"
-            )
-        for session in sessions:
+        faults = [self._unready(session) for session in sessions]
+        ready = [i for i, fault in enumerate(faults) if fault is None]
+        logits = torch.zeros(len(sessions), self.model.config.vocab)
+        if ready:
+            slots, positions = ([sessions[i].slot for i in ready], [sessions[i].position for i in ready])
+            computed, found = self.loop.step(slots, [tokens[i] for i in ready], positions)
+            logits[ready] = computed
+            for i, fault in zip(ready, found, strict=True):
+                faults[i] = fault
+        return logits, faults
+
+    def _unready(self, session: Session) -> Exception | None:
+        """Why a session can take no token now: it has reached its context, or its full tail cannot be sealed."""
+        if session.position >= self.config.context:
+            reason = f"a session has reached context={self.config.context} tokens: raise it"
+            return StoreError("RESOURCE_EXHAUSTED", reason)
+        try:
             self._sealer.seal_if_due(session)
-        logits = self.loop.step([session.slot for session in sessions], tokens, positions)
-        for session, token in zip(sessions, tokens, strict=True):
-            session.tokens.append(token)
-        return logits
+        except StoreError as error:
+            if is_lost(error):
+                raise
+            return error
+        return None
 
     def close_session(self, session: Session) -> None:
         """Unbinds the slot and closes the session in the store. Packs stay stored.
@@ -307,13 +348,9 @@ class Engine:
 
     def _continue_prompt(self, session: Session, prefilled: Prefilled) -> None:
         """Writes the prompt's tokens behind the last pack into the tail, and fetches what its last query selects."""
-        for i, position in enumerate(range(session.stored, session.position)):
-            self.policy.begin_step([session.slot], [position])
-            for layer, (keys, values) in enumerate(prefilled.rest):
-                self.loop.remember(layer, keys[i : i + 1], values[i : i + 1])
-        queries = [query.float().numpy() for query in prefilled.last_query]
-        self.transport.run(self.policy.first_sets(session.slot, queries, BULK_RUNS_MAX, BULK_PAIRS_MAX))
-        self.policy.commit_first_sets(session.slot)
+        if session.position > session.stored:
+            self.loop.remember(session.slot, session.stored, prefilled.rest)
+        self.loop.seed(session.slot, session.position, prefilled.last_query)
 
     def _shrink(self) -> None:
         """Returns what prefill alone needed. The C library keeps freed layers of a long prompt for itself otherwise."""

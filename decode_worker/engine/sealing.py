@@ -87,7 +87,7 @@ class Sealer:
         records = []
         for head in range(self._records.kv_heads):
             resident = settings.resident[layer, head]
-            places = tokens if resident else geometry.first_tail + tokens % settings.tail
+            places = tokens if resident else geometry.first_tail[layer, head] + tokens % settings.tail
             offset = session.slot * self._slot_bytes + int(geometry.offsets[layer, head])
             lane = self._transport.window[offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes]
             records.append(lane.reshape(-1, geometry.record_bytes)[places])

@@ -1,28 +1,42 @@
 """One decode step (docs/architecture.md, docs/qsac.md): the loop that everything else serves.
 
-No RPC happens here and nothing is allocated in shared memory: a miss posts a ticket, the layer that needs it waits.
+A step is a straight line of launches over fixed tensors. Nothing in it depends on what they hold: which heads miss, and
+what for, is decided inside the kernels. So the line of so many rows is made once, and a step runs it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from decode_worker import _native
 from decode_worker.failures import INTERRUPTED_S
-from decode_worker.model.transformer import Transformer
-from decode_worker.policy.base import Plan, Policy
-from decode_worker.records import RecordFormat
-from decode_worker.transport import DATA_LOSS, Transport, raise_for_status
+from decode_worker.kernels.base import Kernels, Rows, StepContext
+from decode_worker.kernels.products.base import Products
+from decode_worker.policy.base import Policy, TailFull
+from decode_worker.policy.counters import Counters
+from decode_worker.policy.plan import QueryKind
+from decode_worker.transport import Transport, fault_of
+from kvstore_service.client import StoreError
 
 TRACED_LAYERS_MAX = 4096
 INTERRUPTED_US = int(INTERRUPTED_S * 1e6)
+TAIL_FULL = -1  # enum class StepFault in csrc/cpu/head_state.h
+STEPS = Counters.NAMES.index("steps")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a step. `phase`: what its time counts as."""
+
+    phase: str
+    layer: int
+    call: Callable[..., None]
+    arguments: tuple[Any, ...]
 
 
 class DecodeLoop:
@@ -33,120 +47,121 @@ class DecodeLoop:
 
     def __init__(
         self,
-        model: Transformer,
-        records: RecordFormat,
         policy: Policy,
+        products: Products,
         transport: Transport,
-        *,
-        speculative: bool,
-        stale_fails: bool,
-        threads: int,
+        make_kernels: Callable[[StepContext], Kernels],
+        context: StepContext,
     ) -> None:
-        self._model = model
-        self._records = records
+        self.kernels = make_kernels(context)
+        policy.tell(self.kernels)
         self._policy = policy
+        self._products = products
         self._transport = transport
-        self._speculative = speculative
-        self._stale_fails = stale_fails
-        self._threads = threads
-        self._pending: dict[int, int] = {}  # layer -> ticket
+        self._speculative = policy.settings.speculative
+        self._layers = policy.settings.layers
+        self._rows = Rows(policy.settings.slots)
+        self._lse = torch.empty(products.query.shape[:2])
+        self._lines: dict[int, list[Launch]] = {}
         self.steps = 0
-        self.spent_ns: Counter[str] = Counter()  # phase -> ns: plan, wait, attend; the rest of a step is the model
+        self.spent_ns: Counter[str] = Counter()  # phase -> ns
         self.trace: deque[tuple[int, int, int, int]] = deque(maxlen=TRACED_LAYERS_MAX)
 
-    @torch.inference_mode()
-    def step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Processes one token of each slot; returns logits float32 [B, vocab].
+    def step(
+        self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]
+    ) -> tuple[torch.Tensor, list[Exception | None]]:
+        """Processes one token of each slot. Returns logits float32 [B, vocab] and each row's fault, if it has one: its
+        logits mean nothing then, the others are not concerned, and the same token may be tried again.
 
-        Raises StoreError (DATA_LOSS: a stored block failed its checksum), after which the same step may be tried again;
-        RingTimeout (the daemon is gone), and from then on RingPoisoned.
+        A row's fault is a StoreError (DATA_LOSS: a stored block failed its checksum) or TailFull. Raises what concerns
+        all of them: RingTimeout (the daemon is gone), and from then on RingPoisoned.
         """
         self._transport.require_alive()
+        self._begin(slots, positions)
+        self._products.tokens[: len(tokens)] = torch.tensor(tokens)
+        self._products.positions[: len(positions)] = torch.tensor(positions)
+        self._policy.state.counters[STEPS] += 1
+        self._run(self.line(len(slots)))
+        self.steps += 1
+        return self._products.logits[: len(slots)].clone(), self._faults(slots)
+
+    def seed(self, slot: int, position: int, queries: Sequence[torch.Tensor]) -> None:
+        """First sets and labels of a slot, from the queries [Hq, d] of the last prompt token, one per layer; position:
+        the first step's."""
+        self._begin([slot], [position])
+        line = []
+        for layer, query in enumerate(queries):
+            if self._policy.selects(layer):
+                kind = self._policy.query_kind(layer)
+                asked = query.float().contiguous()
+                line.append(Launch("look_up", layer, self.kernels.look_up, (layer, asked, kind)))
+                line.append(Launch("arrive", layer, self.kernels.await_ticket, (layer,)))
+        self._run(line)
+        (fault,) = self._faults([slot])
+        if fault is not None:
+            raise fault
+
+    def remember(self, slot: int, first: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Writes the tokens from position `first` on to their places: per layer K, V [n, H, d]."""
+        for i in range(len(layers[0][0])):
+            self._begin([slot], [first + i])
+            for layer, (keys, values) in enumerate(layers):
+                self.kernels.append(layer, keys[i].float().contiguous(), values[i].float().contiguous())
+        (fault,) = self._faults([slot])
+        if fault is not None:
+            raise fault
+
+    def line(self, rows: int) -> list[Launch]:
+        """All launches of a step of so many rows, in order."""
+        if rows not in self._lines:
+            self._lines[rows] = list(self._launches(rows))
+        return self._lines[rows]
+
+    def _launches(self, rows: int) -> Iterator[Launch]:
+        products, kernels = self._products, self.kernels
+        query, next_query, key, value, attention = (
+            tensor[:rows]
+            for tensor in (products.query, products.next_query, products.key, products.value, products.attention)
+        )
+        lse = self._lse[:rows]
+        yield Launch("products", 0, products.embed, (rows,))
+        for layer in range(self._layers):
+            ahead = self._speculative and layer + 1 < self._layers and self._policy.selects(layer + 1)
+            yield Launch("products", layer, products.layer, (layer, rows, ahead))
+            if ahead:
+                yield Launch("look_up", layer, kernels.look_up, (layer + 1, next_query, QueryKind.SPECULATIVE))
+            if self._policy.selects(layer) and (layer == 0 or not self._speculative):
+                yield Launch("look_up", layer, kernels.look_up, (layer, query, QueryKind.TRUE))
+            yield Launch("arrive", layer, kernels.arrive, (layer, key, value))
+            yield Launch("attend", layer, kernels.attend, (layer, query, attention, lse))
+        yield Launch("products", self._layers, products.finish, (rows,))
+
+    def _run(self, line: Sequence[Launch]) -> None:
+        clock, spent = time.monotonic_ns, self.spent_ns
+        started = before = clock()
         try:
-            return self._compute(slots, tokens, positions)
+            for launch in line:
+                launch.call(*launch.arguments)
+                now = clock()
+                spent[launch.phase] += now - before
+                if launch.phase == "attend":
+                    self.trace.append((self.steps, launch.layer, started, now))
+                    started = now
+                before = now
         except BaseException as error:
-            self._settle_posted(self._transport.wait_us if isinstance(error, Exception) else INTERRUPTED_US)
+            self.kernels.settle(self._transport.wait_us if isinstance(error, Exception) else INTERRUPTED_US)
             raise
 
-    def _compute(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        model = self._model
-        at = torch.tensor(positions)
-        active, where = np.asarray(slots, dtype=np.int32), np.asarray(positions, dtype=np.int32)
-        x = model.embed(torch.tensor(tokens))
-        self._policy.begin_step(active, where)
-        for layer in range(model.config.layers):
-            started = time.monotonic_ns()
-            if self._speculative and layer + 1 < model.config.layers and self._policy.selects(layer + 1):
-                self._request(layer + 1, model.query(layer + 1, x, at))
-            q, k, v = model.qkv(layer, x, at)
-            if layer == 0 or not self._speculative:
-                self._request(layer, q)
-            self._arrive(layer)
-            self.remember(layer, k, v)
-            x = model.finish(layer, x, self._attend(layer, q))
-            self.trace.append((self.steps, layer, started, time.monotonic_ns()))
-        self.steps += 1
-        return model.logits(x)
+    def _begin(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        self._rows.set(slots, positions)
+        self.kernels.begin(self._rows, self.steps & 0x7FFFFFFF)
 
-    def _request(self, layer: int, query: torch.Tensor) -> None:
-        """Looks every head up and posts what the misses need; does not wait."""
-        started = time.monotonic_ns()
-        plan: Plan | None = self._policy.plan(layer, query.float().numpy())
-        if plan is not None:
-            self._pending[layer] = self._transport.decode.post(
-                _native.OP_GATHER, self.steps & 0xFFFFFFFF, layer, plan.runs, plan.pairs, self._transport.wait_us
-            )
-        self.spent_ns["plan"] += time.monotonic_ns() - started
+    def _faults(self, slots: Sequence[int]) -> list[Exception | None]:
+        codes = self._policy.state.fault.tolist()
+        return [self._fault(codes[slot]) for slot in slots]
 
-    def _arrive(self, layer: int) -> None:
-        """Waits for the layer's ticket, if it has one, and commits it."""
-        if layer not in self._pending:
-            return
-        started = time.monotonic_ns()
-        statuses = self._transport.decode.wait(self._pending.pop(layer), self._transport.wait_us)
-        usable = self._policy.settle(layer, statuses)
-        # A lost block is never papered over with an old set, whatever the stale setting says.
-        if not usable or self._stale_fails or DATA_LOSS in statuses[:, 1]:
-            raise_for_status(statuses)
-        self.spent_ns["wait"] += time.monotonic_ns() - started
-
-    def _settle_posted(self, wait_us: int) -> None:
-        """A failed step leaves no ticket behind: its places could not be used again before the ticket has ended."""
-        while self._pending:
-            layer, seq = self._pending.popitem()
-            with contextlib.suppress(_native.RingError):  # poisoned: nothing is used again
-                self._policy.settle(layer, self._transport.decode.wait(seq, wait_us))
-
-    def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes K, V [B, H, d] of the present step's tokens to their places."""
-        _native.store_token(
-            self._transport.window,
-            self._policy.base(layer),
-            self._policy.write_places(layer),
-            _array(key),
-            _array(value),
-            self._records.code,
-            self._records.record_bytes,
-        )
-
-    def _attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        started = time.monotonic_ns()
-        ranges, places, counts = self._policy.segments(layer)
-        out = _native.attend(
-            _array(query),
-            self._transport.window,
-            self._policy.base(layer),
-            ranges,
-            places,
-            counts,
-            self._records.code,
-            self._records.record_bytes,
-            self._model.scale,
-            self._threads,
-        )
-        self.spent_ns["attend"] += time.monotonic_ns() - started
-        return torch.from_numpy(out).to(query.dtype)
-
-
-def _array(x: torch.Tensor) -> NDArray[np.float32]:
-    return np.ascontiguousarray(x.float().numpy())
+    def _fault(self, code: int) -> StoreError | TailFull | None:
+        if code == TAIL_FULL:
+            tail = self._policy.settings.tail
+            return TailFull(f"a tail of {tail} tokens is full of tokens that no pack holds; raise tail")
+        return fault_of(code) if code else None

@@ -14,6 +14,7 @@ A step of some rows (row i processes position[i] of slot[i]):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
-from decode_worker.kernels.registry import Registry
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.plan import QueryKind, Ticket
 from decode_worker.policy.settings import PolicySettings
@@ -54,7 +54,7 @@ class Rows:
         self.position = torch.zeros(slots, dtype=torch.int32)
         self.count = 0
 
-    def set(self, slots: list[int], positions: list[int]) -> None:
+    def set(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         self.count = len(slots)
         self.slot[: self.count] = torch.tensor(slots, dtype=torch.int32)
         self.position[: self.count] = torch.tensor(positions, dtype=torch.int32)
@@ -116,6 +116,3 @@ class Kernels(ABC):
     @abstractmethod
     def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None:
         """statuses: uint32[runs, 2] (status, aux) of the layer's plan; None: it was never posted."""
-
-
-KERNELS: Registry[type[Kernels]] = Registry("kernels")

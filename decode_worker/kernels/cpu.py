@@ -9,14 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
-from decode_worker.kernels.base import KERNELS, Kernels, Rows, StepContext
+from decode_worker.kernels.base import Kernels, Rows, StepContext
 from decode_worker.policy.plan import RUN_DTYPE, Op, QueryKind, Ticket
 from decode_worker.retrieval.base import Retriever
 from decode_worker.retrieval.hash import HashRetriever
 from decode_worker.retrieval.view import StoredPack, View
 
 
-@KERNELS.register("cpu")
 class CpuKernels(Kernels):
     """`hash` selects in C++; any other retriever is asked in Python, head by head."""
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
-from decode_worker.kernels.base import KERNELS, Kernels, Rows, StepContext
+from decode_worker.kernels.base import Kernels, Rows, StepContext
 from decode_worker.policy.attended import attended_places, place_of_token
 from decode_worker.policy.cache.base import Stamp
 from decode_worker.policy.counters import Counters
@@ -18,7 +18,7 @@ from decode_worker.retrieval.view import StoredPack, View
 
 COUNTER = {name: place for place, name in enumerate(Counters.NAMES)}
 # enum class StepFault in csrc/cpu/head_state.h, and Fault in csrc/core/ring.h
-TAIL_FULL, NOT_POSTED, STALE, INTERNAL, DATA_LOSS = -1, -2, -3, 13, 15
+TAIL_FULL, NOT_POSTED, ABORTED, INTERNAL, DATA_LOSS = -1, -2, 10, 13, 15
 STORAGE = {1: torch.float32, 2: torch.bfloat16}
 
 
@@ -32,7 +32,6 @@ class Wish:
     pairs: NDArray[np.uint32]
 
 
-@KERNELS.register("reference")
 class ReferenceKernels(Kernels):
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
@@ -52,7 +51,6 @@ class ReferenceKernels(Kernels):
             (int(s), int(p)) for s, p in zip(rows.slot[: rows.count], rows.position[: rows.count], strict=True)
         ]
         self._number = step
-        self._count("steps", 1)
         for slot, _ in self._rows:
             if slot >= 0:
                 self.context.state.fault[slot] = 0
@@ -216,7 +214,7 @@ class ReferenceKernels(Kernels):
                 if statuses is None:
                     self._fail(wish.slot, NOT_POSTED)
                 else:
-                    self._fail(wish.slot, aux or (STALE if statuses[i, 0] == _native.STATUS_STALE else INTERNAL))
+                    self._fail(wish.slot, aux or (ABORTED if statuses[i, 0] == _native.STATUS_STALE else INTERNAL))
 
     def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.await_ticket(layer)

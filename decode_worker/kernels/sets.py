@@ -1,6 +1,27 @@
-"""The kernel sets, by name in `base.KERNELS`."""
+"""The kernel sets, by name. A set is imported when it is chosen: not every machine can run every one."""
 
-from decode_worker.kernels import cpu, reference
-from decode_worker.kernels.base import KERNELS
+from __future__ import annotations
 
-__all__ = ["KERNELS", "cpu", "reference"]
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from decode_worker.kernels.registry import Registry
+
+if TYPE_CHECKING:
+    from decode_worker.kernels.base import Kernels, StepContext
+
+KERNELS: Registry[Callable[[StepContext], Kernels]] = Registry("kernels")
+
+
+@KERNELS.register("cpu")
+def _cpu(context: StepContext) -> Kernels:
+    from decode_worker.kernels.cpu import CpuKernels
+
+    return CpuKernels(context)
+
+
+@KERNELS.register("reference")
+def _reference(context: StepContext) -> Kernels:
+    from decode_worker.kernels.reference import ReferenceKernels
+
+    return ReferenceKernels(context)

@@ -1,0 +1,54 @@
+"""The contract of the products: all of a decode step but attention and the choice of what it attends to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from decode_worker.kernels.registry import Registry
+from decode_worker.model.transformer import Transformer
+
+WEIGHTS = ("compute", "int8")  # what the layers' matrices are multiplied as
+
+
+class Products(ABC):
+    """Fixed tensors for `batch` rows, and calls that work on the first `rows` of them. Not thread-safe.
+
+    A step writes `tokens` and `positions`, then calls embed; for each layer in order `layer`, and, before the next
+    call, writes `attention`; then finish. Only these calls change `query`, `key`, `value`, `next_query` and `logits`,
+    which stay valid until the next one.
+
+        tokens, positions        int64 [batch]
+        query, next_query        float32 [batch, q_heads, d]
+        key, value               float32 [batch, kv_heads, d]
+        attention                float32 [batch, q_heads, d]
+        logits                   float32 [batch, vocab]
+    """
+
+    def __init__(self, model: Transformer, batch: int) -> None:
+        config = model.config
+        query, key = (batch, config.q_heads, config.head_dim), (batch, config.kv_heads, config.head_dim)
+        self.tokens = torch.zeros(batch, dtype=torch.int64)
+        self.positions = torch.zeros(batch, dtype=torch.int64)
+        self.query, self.next_query, self.attention = torch.zeros(3, *query).unbind()
+        self.key, self.value = torch.zeros(2, *key).unbind()
+        self.logits = torch.zeros(batch, config.vocab)
+
+    @abstractmethod
+    def embed(self, rows: int) -> None:
+        """Takes `tokens` and `positions`. IndexError for a token that the model lacks or a position that is not below
+        its declared maximum."""
+
+    @abstractmethod
+    def layer(self, layer: int, rows: int, speculate: bool) -> None:
+        """Ends `layer` - 1, if there is one, from `attention`; then `query`, `key` and `value` of this layer.
+
+        `speculate`: also `next_query`, the next layer's query from this layer's input (nothing at the last layer)."""
+
+    @abstractmethod
+    def finish(self, rows: int) -> None:
+        """Ends the last layer from `attention`; then `logits`."""
+
+
+PRODUCTS: Registry[type[Products]] = Registry("products")

@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kArrangedChunk = 64;  // a multiple of every kernel's
 constexpr int kTaskOutputsMin = 64;
+constexpr int kNearBytes = 16 << 10;
 constexpr float kInt8Unit = 1.f / (1 << 24);
 constexpr int kTasksPerThread = 4;  // an uneven load evens out
 constexpr int kRowsPerThread = 4;   // below, a row's norm costs less than waking a thread

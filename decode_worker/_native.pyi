@@ -2,6 +2,7 @@
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 RUN_DTYPE: np.dtype[np.void]  # of struct Run in csrc/core/ring.h
 OP_GATHER: int
@@ -123,3 +124,53 @@ def delta(
     """Places of `wanted` (kept ones keep theirs, new ones take free places in order), the pairs uint32[m, 2] to
     fetch, sorted by record, and how many free places were used; used = -1 and no pairs if `free_places` does not
     suffice."""
+
+# --- products (csrc/cpu/products.h): tensors of torch, read and written where they are ---
+
+class Matrix:
+    def __init__(self, weights: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> None:
+        """weights: float32, bfloat16 or int8 [out, in]; scales: float32 [out], of int8 only; bias: float32 [out]."""
+
+class ProductsLayer:
+    """One layer's float32 norms and its matrices; qkv: rows of q, k, v; gate_up: rows of gate, then of up."""
+
+    def __init__(
+        self,
+        *,
+        attention_norm: Tensor,
+        qkv: Matrix,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        output: Matrix,
+        mlp_norm: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
+    ) -> None: ...
+
+class Products:
+    """decode_worker.kernels.products.Products over fixed tensors. ValueError for shapes that do not fit each other."""
+
+    def __init__(
+        self,
+        *,
+        embedding: Matrix,
+        layers: list[ProductsLayer],
+        final_norm: Tensor,
+        head: Matrix,
+        tokens: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        next_query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention: Tensor,
+        logits: Tensor,
+        frequencies: Tensor,  # float32, of every rotated pair
+        rotation_factor: float,
+        norm_eps: float,
+        positions_max: int,
+        threads: int,
+    ) -> None: ...
+    def embed(self, rows: int) -> None: ...
+    def layer(self, layer: int, rows: int, speculate: bool) -> None: ...
+    def finish(self, rows: int) -> None: ...

@@ -96,7 +96,7 @@ class Engine:
         )  # fmt: skip
         self.loop = DecodeLoop(
             self.policy,
-            PRODUCTS["reference"](self.model, config.slots, config.threads, "compute"),
+            PRODUCTS[config.kernels](self.model, config.slots, config.threads, config.weights),
             self.transport,
             KERNELS[config.kernels],
             StepContext(

@@ -5,7 +5,7 @@
 //   completions  CompletionsHeader | Cell[tickets][runs_max]
 //                the daemon writes
 //
-// csrc/model/README.md holds the order of operations and the memory orders; the models beside it verify them.
+// csrc/protocol/README.md holds the order of operations and the memory orders; the specifications beside it are verified.
 #pragma once
 
 #include <atomic>

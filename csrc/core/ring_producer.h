@@ -1,4 +1,4 @@
-// The worker's end of one ring. The order of operations is that of csrc/model/README.md.
+// The worker's end of one ring. The order of operations is that of csrc/protocol/README.md.
 #pragma once
 
 #include <sys/mman.h>

@@ -23,8 +23,8 @@ struct EngineOptions {
 };
 
 // A ring and its runs belong to one engine, and a command that runs between steps sees no copy half done: what
-// csrc/model asks of slot epochs and counts in flight needs no atomics here. What must hold for all rings of a worker
-// holds when the command has run on every engine that serves one.
+// csrc/protocol asks of slot epochs and counts in flight needs no atomics here. What must hold for all rings of a
+// worker holds when the command has run on every engine that serves one.
 class CopyEngine {
  public:
   // Returns whether it is done; otherwise it is called again, after some turns of the loop.

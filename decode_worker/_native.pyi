@@ -1,4 +1,4 @@
-"""The worker's native side: ring producer (csrc/core) and CPU kernels (csrc/cpu). All calls release the GIL."""
+"""The worker's native side: ring producer (csrc/ring) and CPU kernels (csrc/cpu). All calls release the GIL."""
 
 import numpy as np
 from numpy.typing import NDArray

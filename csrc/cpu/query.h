@@ -5,10 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace headgate {
+#include "core/hamming.h"
 
-inline constexpr int kHashBits = 256;
-inline constexpr int kHashWords = kHashBits / 64;
+namespace headgate {
 
 // docs/qsac.md step 3 for one KV head: the importance-weighted harmonic mean of `group` cosines of d elements each;
 // NaN where a norm is zero.

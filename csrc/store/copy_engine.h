@@ -76,8 +76,8 @@ class CopyEngine {
   bool accepts_calls_ = true;
   std::atomic<bool> asked_{false};  // there may be commands
   std::atomic<bool> stopping_{false};
-  std::atomic<uint32_t> command_word_{0};
-  std::thread thread_;  // last: starts when everything else is there
+  uint32_t command_word_ = 0;  // a futex
+  std::thread thread_;         // last: starts when everything else is there
 };
 
 }  // namespace headgate

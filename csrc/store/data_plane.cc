@@ -4,7 +4,7 @@
 #include <chrono>
 #include <thread>
 
-#include "core/futex.h"
+#include "ring/futex.h"
 #include "store/shard.h"
 
 namespace headgate {

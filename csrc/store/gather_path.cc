@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "core/futex.h"
+#include "ring/futex.h"
 #include "store/gather.h"
 
 namespace headgate {

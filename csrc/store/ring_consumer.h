@@ -2,12 +2,12 @@
 // ticket when it is taken, a run when it is begun, pairs when their portion is.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "core/ring.h"
+#include "ring/word.h"
 #include "store/faults.h"
 #include "store/mapping.h"
 
@@ -60,9 +60,9 @@ class RingConsumer {
   // Wakes the worker if something was completed since the last call; true if it was asleep. Before this thread blocks.
   bool ring_if_needed();
 
-  void heartbeat(uint64_t now) { completions().heartbeat.store(now, std::memory_order_relaxed); }
-  const std::atomic<uint32_t>& bell() const { return requests().bell; }
-  void set_asleep(bool asleep) { completions().asleep.store(asleep, std::memory_order_relaxed); }
+  void heartbeat(uint64_t now) { as_atomic(completions().heartbeat).store(now, std::memory_order_relaxed); }
+  const uint32_t& bell() const { return requests().bell; }
+  void set_asleep(bool asleep) { as_atomic(completions().asleep).store(asleep, std::memory_order_relaxed); }
 
  private:
   RequestsHeader& requests() const { return *reinterpret_cast<RequestsHeader*>(requests_.data()); }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <new>
 
-#include "core/futex.h"
+#include "ring/futex.h"
 
 namespace headgate {
 namespace {

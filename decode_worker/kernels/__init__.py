@@ -1,0 +1,1 @@
+"""What computes a decode step: sets of kernels, each chosen by name."""

@@ -15,6 +15,7 @@ BLOCK_BYTES: int
 HASH_BLOCK_TOKENS: int
 PACK_VERSION: int
 RING_VERSION: int
+WINDOW_KINDS: tuple[str, ...]  # the best one first
 
 class NativeError(RuntimeError):
     code: str
@@ -127,12 +128,18 @@ class DataPlane:
     """Frames, packs, rings, windows and the copy threads of one daemon."""
 
     def __init__(
-        self, dram_bytes: int, io_depth: int, copy_threads: int, spin_us: int = 30, extent_blocks: int = 4
+        self,
+        dram_bytes: int,
+        io_depth: int,
+        copy_threads: int,
+        spin_us: int = 30,
+        extent_blocks: int = 4,
+        window: str = "shm",
     ) -> None:
         """Allocates frames (anonymous huge-page memory), starts `copy_threads` threads, each with its own io_uring.
 
         A frame holds one extent of `extent_blocks` blocks (1..16); frames are carved from `dram_bytes` (which is never
-        exceeded). Packs of another extent_blocks are not opened."""
+        exceeded). Packs of another extent_blocks are not opened. `window`, where windows lie, is of WINDOW_KINDS."""
     def close(self) -> None:
         """Poisons every ring, ends the threads, closes files and mappings. Idempotent."""
 

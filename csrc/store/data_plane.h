@@ -19,6 +19,7 @@ struct DataPlaneOptions {
   uint32_t copy_threads;
   uint32_t spin_us;
   uint32_t extent_blocks;
+  std::string window;  // of window_kinds()
 };
 
 // Thread-safe; every call may block on the disk or on a copy thread, never on a worker. The mutex guards the tables
@@ -99,6 +100,7 @@ class DataPlane {
   void drop_upload(const UploadEntry& entry, uint32_t upload);
   void nudge();
 
+  const MakeWindow make_window_;
   Counters counters_;
   Trace trace_;
   Frames frames_;

@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include "core/cell.h"
 #include "ring/futex.h"
 
 namespace headgate {
@@ -98,9 +97,9 @@ TakenTicket* RingConsumer::in_flight(uint64_t seq) {
   return seq > consumed_ && seq < next_ && slot(seq).remaining > 0 ? &slot(seq) : nullptr;
 }
 
-bool RingConsumer::complete(TakenTicket& ticket, uint32_t run, Status status, Fault fault) {
+bool RingConsumer::complete(TakenTicket& ticket, uint32_t run, Status status, Fault fault, Window& window) {
   Cell& cell = *reinterpret_cast<Cell*>(completions_.data() + layout_.cell_off(ticket.seq, run));
-  store_cell(cell, {ticket.seq, uint32_t(status), uint32_t(fault)});
+  window.answer(cell, {ticket.seq, uint32_t(status), uint32_t(fault)});
   completed_ = true;
   if (--ticket.remaining > 0) return false;
   advance_consumed();

@@ -65,7 +65,11 @@ class Daemon:
             catalog.freeze({"extent_blocks": config.extent_blocks})
             with native.errors():
                 self.data_plane = native.DataPlane(
-                    config.dram_bytes, config.io_depth, config.copy_threads, extent_blocks=config.extent_blocks
+                    config.dram_bytes,
+                    config.io_depth,
+                    config.copy_threads,
+                    extent_blocks=config.extent_blocks,
+                    window=config.window,
                 )
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)

@@ -120,7 +120,7 @@ class DecodeLoop:
     def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Writes K, V [B, H, d] of the present step's tokens to their places."""
         _native.store_token(
-            self._transport.window,
+            self._transport.window.bytes,
             self._policy.base(layer),
             self._policy.write_places(layer),
             _array(key),
@@ -134,7 +134,7 @@ class DecodeLoop:
         ranges, places, counts = self._policy.segments(layer)
         out = _native.attend(
             _array(query),
-            self._transport.window,
+            self._transport.window.bytes,
             self._policy.base(layer),
             ranges,
             places,

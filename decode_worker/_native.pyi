@@ -20,16 +20,16 @@ class RingTimeout(RingError): ...  # the deadline passed; the ring is poisoned a
 class RingPoisoned(RingError): ...
 
 class RingProducer:
-    """One worker thread's end of a ring. Maps both memories (completions read-only); the fds may be closed
-    afterwards."""
+    """One worker thread's end of a ring. Maps both memories (completions read-only);
+    the fds may be closed afterwards."""
 
-    def __init__(self, requests_fd: int, completions_fd: int) -> None:
-        """Reads the geometry from the header that the daemon wrote; RingError if magic or version differ."""
     tickets: int
     runs_max: int
     pairs_max: int
     poisoned: bool
     in_flight: int  # tickets posted and not yet collected
+    def __init__(self, requests_fd: int, completions_fd: int) -> None:
+        """Reads the geometry from the header that the daemon wrote; RingError if magic or version differ."""
     def post(
         self,
         op: int,
@@ -120,6 +120,5 @@ def delta(
     held_places: NDArray[np.int32],
     free_places: NDArray[np.int32],
 ) -> tuple[NDArray[np.int32], NDArray[np.uint32], int]:
-    """Places of `wanted` (kept ones keep theirs, new ones take free places in order), the pairs uint32[m, 2] to
-    fetch, sorted by record, and how many free places were used; used = -1 and no pairs if `free_places` does not
-    suffice."""
+    """Places of `wanted` (kept ones keep theirs, new ones take free places in order), the pairs uint32[m, 2] to fetch,
+    sorted by record, and how many free places were used; used = -1 and no pairs if `free_places` does not suffice."""

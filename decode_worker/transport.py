@@ -36,8 +36,8 @@ class Transport:
     """Registers with the daemon and maps what it shares. One thread uses it at a time.
 
     `window` is where records arrive, `staging` a uint8 array over what STORE tickets read; `decode` is the ring of the
-    decode steps, `bulk` the one of restores and stores. After a RingTimeout everything is poisoned: close, and make a
-    new Transport.
+    decode steps, `bulk` the one of restores and stores. After a RingTimeout everything is
+    poisoned: close, and make a new Transport.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Transport:
             raise StoreError("DEADLINE_EXCEEDED", "the store does not answer: this worker is finished, make a new one")
 
     def run(self, tickets: Iterable[Ticket]) -> None:
-        """Posts bulk tickets as credit allows and returns when all are done. Raises StoreError on the first failed
-        run."""
+        """Posts bulk tickets as credit allows and returns when all are done.
+        Raises StoreError on the first failed run."""
         self.settle()
         for ticket in tickets:
             self.post(ticket)

@@ -145,8 +145,8 @@ class DataPlane:
 
     # packs
     def create_upload(self, path: str, spec: PackSpec) -> int:
-        """A new file at `path` (must not exist; O_DIRECT) that STORE runs of the owning worker fill. Returns its id
-        (u32).
+        """A new file at `path` (must not exist; O_DIRECT) that STORE runs of the owning worker fill.
+        Returns its id (u32).
 
         A STORE run is OK when its blocks are written (volatile); they are durable after `finish_upload`. Kind 0 brings
         its u16 map behind the records; other kinds have none. INVALID_ARGUMENT for a map that is no permutation, and
@@ -157,8 +157,8 @@ class DataPlane:
     def finish_upload(self, upload: int) -> None:
         """Writes the checksum table, then the header, each made durable with fdatasync before the next.
 
-        FAILED_PRECONDITION while a segment is missing. The upload ends only on success; after an error call
-        `abort_upload`."""
+        FAILED_PRECONDITION while a segment is missing. The upload ends only on success;
+        after an error call `abort_upload`."""
     def abort_upload(self, upload: int) -> None:
         """Waits for the upload's I/O in flight, closes and unlinks its file."""
     def open_pack(self, path: str, owner: int = 0) -> int:
@@ -218,11 +218,11 @@ class DataPlane:
         """Binds a free slot to packs (record ids continue from pack to pack) and window places.
 
         windows: uint64[layers, lanes, 2] = (byte offset of place 0 in the window, number of places), for kind 0;
-        checked against the window's size. All packs share layers, kinds and fingerprint. Returns the slot's new epoch
-        (u32)."""
+        checked against the window's size. All packs share layers, kinds and fingerprint.
+        Returns the slot's new epoch (u32)."""
     def extend(self, worker: int, slot: int, pack: int) -> int:
-        """Appends a pack to a bound slot (a sealed tail); its epoch stays. Returns the session's new number of
-        records."""
+        """Appends a pack to a bound slot (a sealed tail); its epoch stays.
+        Returns the session's new number of records."""
     def unbind(self, worker: int, slot: int) -> None:
         """Returns only when no ticket or copy of the slot's epoch can still store."""
 

@@ -30,8 +30,8 @@ inline constexpr uint32_t kPairsMax = 1u << 24;
 // PROMOTE  a hint without an answer: read ahead.
 // CANCEL   gives up the open runs of ticket arg; after its OK nothing of them is copied.
 //
-// The runs of a ticket may name pairs_max pairs together, those of a RANGE 2^24 records; a run that goes beyond ends in
-// INVALID_ARGUMENT.
+// The runs of a ticket may name pairs_max pairs together, those of a RANGE 2^24 records;
+// a run that goes beyond ends in INVALID_ARGUMENT.
 enum class Op : uint16_t { kGather = 1, kRange = 2, kStore = 3, kPromote = 4, kCancel = 5 };
 
 enum class Status : uint32_t { kNone = 0, kOk = 1, kMiss = 2, kError = 3, kStale = 4, kPoison = 5 };

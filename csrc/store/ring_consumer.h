@@ -54,8 +54,8 @@ class RingConsumer {
   Run run(const TakenTicket& ticket, uint32_t index) const;
   // Copies pairs [first, first + to.size()), which lie below pairs_max.
   void copy_pairs(const TakenTicket& ticket, uint32_t first, std::span<Pair> to) const;
-  // Stores the cell of a terminal run, of which everything delivered is already fenced. True when it was the ticket's
-  // last one.
+  // Stores the cell of a terminal run, of which everything delivered is already fenced.
+  // True when it was the ticket's last one.
   bool complete(TakenTicket& ticket, uint32_t run, Status status, Fault fault, Window& window);
   // A ticket without an answer is terminal as soon as it has been looked through.
   void complete_silently(TakenTicket& ticket);

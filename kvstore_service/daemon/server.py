@@ -171,8 +171,8 @@ class Daemon:
 
 
 def serve(make: Callable[[], Daemon]) -> int:
-    """Runs a daemon in the main thread until SIGTERM or SIGINT; the second one ends the draining. Returns the exit
-    status."""
+    """Runs a daemon in the main thread until SIGTERM or SIGINT; the second one ends the draining.
+    Returns the exit status."""
     ending = _ending()
 
     def signalled() -> bool:

@@ -69,7 +69,7 @@ class StoredDocument:
                 wait_ms=WAIT_MS,
             )
             stack.callback(self.transport.close)
-            self.transport.window[:] = 0  # every page is there before the first figure
+            self.transport.window.bytes[:] = 0  # every page is there before the first figure
             self._bind(lane_bytes)
             self._resources = stack.pop_all()
         return self

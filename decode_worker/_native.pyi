@@ -1,4 +1,4 @@
-"""The worker's native side: ring producer (csrc/core) and CPU kernels (csrc/cpu). All calls release the GIL."""
+"""The worker's native side: ring producer (csrc/ring) and CPU kernels (csrc/cpu). All calls release the GIL."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,16 +21,16 @@ class RingTimeout(RingError): ...  # the deadline passed; the ring is poisoned a
 class RingPoisoned(RingError): ...
 
 class RingProducer:
-    """One worker thread's end of a ring. Maps both memories (completions read-only); the fds may be closed
-    afterwards."""
+    """One worker thread's end of a ring. Maps both memories (completions read-only);
+    the fds may be closed afterwards."""
 
-    def __init__(self, requests_fd: int, completions_fd: int) -> None:
-        """Reads the geometry from the header that the daemon wrote; RingError if magic or version differ."""
     tickets: int
     runs_max: int
     pairs_max: int
     poisoned: bool
     in_flight: int  # tickets posted and not yet collected
+    def __init__(self, requests_fd: int, completions_fd: int) -> None:
+        """Reads the geometry from the header that the daemon wrote; RingError if magic or version differ."""
     def post(
         self,
         op: int,

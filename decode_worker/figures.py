@@ -17,8 +17,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and, where there is one, its rival or physical limit from the same run; `ratio` = value /
-    rival_value."""
+    """A figure and, where there is one, its rival or physical limit from the same run;
+    `ratio` = value / rival_value."""
 
     name: str
     value: float

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from decode_worker import _native
 from decode_worker.policy.plan import NO_PAIRS, Ticket
-from kvstore_service.client import RingGeometry, StoreClient, StoreError
+from decode_worker.window.base import WINDOWS, Window
+from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 
 # grpc.StatusCode numbers that a run's `aux` carries (enum Fault in csrc/core/ring.h).
 FAULT_NAMES = {
@@ -35,8 +36,9 @@ BEAT_MARGIN_NS = 500_000_000  # a beat comes every 50 ms, but a loaded machine m
 class Transport:
     """Registers with the daemon and maps what it shares. One thread uses it at a time.
 
-    `window` and `staging` are uint8 arrays over shared memory; `decode` is the ring of the decode steps, `bulk` the
-    one of restores and stores. After a RingTimeout everything is poisoned: close, and make a new Transport.
+    `window` is where records arrive, `staging` a uint8 array over what STORE tickets read; `decode` is the ring of the
+    decode steps, `bulk` the one of restores and stores. After a RingTimeout everything is
+    poisoned: close, and make a new Transport.
     """
 
     def __init__(
@@ -60,15 +62,15 @@ class Transport:
             wait_ms=wait_ms,
         )
         self.pack_tokens = memory.pack_tokens
-        self._window_map = mmap.mmap(memory.window_fd, window_bytes)
-        self._staging_map = mmap.mmap(memory.staging_fd, staging_bytes)
-        self.window = np.frombuffer(self._window_map, dtype=np.uint8)
-        self.staging = np.frombuffer(self._staging_map, dtype=np.uint8)
-        self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
+        with contextlib.closing(memory):
+            self.window = _window(memory)
+            self.window.self_test()
+            self._staging_map = mmap.mmap(memory.staging_fd, staging_bytes)
+            self.staging = np.frombuffer(self._staging_map, dtype=np.uint8)
+            self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
         self._posted: deque[int] = deque()  # bulk tickets that nobody has collected
         self._ended: deque[NDArray[np.uint32]] = deque()  # answers to bulk tickets before these
         self._next_seq = 0
-        memory.close()
         client.serve_rings()
         client.guard(self.require_daemon)
 
@@ -84,8 +86,8 @@ class Transport:
             raise StoreError("DEADLINE_EXCEEDED", "the store does not answer: this worker is finished, make a new one")
 
     def run(self, tickets: Iterable[Ticket]) -> None:
-        """Posts bulk tickets as credit allows and returns when all are done. Raises StoreError on the first failed
-        run."""
+        """Posts bulk tickets as credit allows and returns when all are done.
+        Raises StoreError on the first failed run."""
         self.settle()
         for ticket in tickets:
             self.post(ticket)
@@ -124,10 +126,21 @@ class Transport:
     def close(self) -> None:
         self.decode.close()
         self.bulk.close()
-        self.window = self.staging = np.empty(0, dtype=np.uint8)
-        for shared in (self._window_map, self._staging_map):
-            with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with it
-                shared.close()
+        self.window.close()
+        self.staging = np.empty(0, dtype=np.uint8)
+        with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with it
+            self._staging_map.close()
+
+
+def _window(memory: WorkerMemory) -> Window:
+    """FAILED_PRECONDITION for a kind that only the daemon knows."""
+    if memory.window_kind not in WINDOWS.names:
+        raise StoreError(
+            "FAILED_PRECONDITION",
+            f"the daemon's windows are {memory.window_kind!r}, this worker knows {', '.join(WINDOWS.names)}: "
+            "start the daemon with one of these as its window",
+        )
+    return WINDOWS[memory.window_kind](memory.window_fd, memory.window_bytes)
 
 
 def raise_for_status(statuses: NDArray[np.uint32]) -> None:

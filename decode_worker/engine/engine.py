@@ -100,7 +100,7 @@ class Engine:
             self.transport,
             KERNELS[config.kernels],
             StepContext(
-                self.policy.settings, self.policy.state, self.retriever, self.transport.window, self.transport.decode,
+                self.policy.settings, self.policy.state, self.retriever, self.transport.window.bytes, self.transport.decode,
                 dtype=self.records.code, record_bytes=self.records.record_bytes, scale=self.model.scale,
                 threads=config.threads, stale_fails=config.stale == "fail", wait_us=self.transport.wait_us,
             ),

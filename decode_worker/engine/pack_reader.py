@@ -71,6 +71,6 @@ class PackReader:
         raw = np.empty((count, self._geometry.kv_heads, self._records.record_bytes), np.uint8)
         for head in range(self._geometry.kv_heads):
             at = int(self._windows[layer, head, 0])
-            lane = self._transport.window[at : at + count * self._records.record_bytes]
+            lane = self._transport.window.bytes[at : at + count * self._records.record_bytes]
             raw[:, head] = lane.reshape(count, -1)
         return self._records.unpack(raw)

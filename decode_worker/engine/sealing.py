@@ -89,6 +89,8 @@ class Sealer:
             resident = settings.resident[layer, head]
             places = tokens if resident else geometry.first_tail[layer, head] + tokens % settings.tail
             offset = session.slot * self._slot_bytes + int(geometry.offsets[layer, head])
-            lane = self._transport.window[offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes]
+            lane = self._transport.window.bytes[
+                offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes
+            ]
             records.append(lane.reshape(-1, geometry.record_bytes)[places])
         return self._records.unpack(np.stack(records, axis=1))

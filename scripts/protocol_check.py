@@ -1,4 +1,4 @@
-"""Verify the spin models of the ring, and check that every planted bug in them is found."""
+"""Verify the Promela specifications of the ring protocol, and check that every planted bug in them is found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-MODELS = Path(__file__).resolve().parent.parent / "csrc" / "model"
+SPECS = Path(__file__).resolve().parent.parent / "csrc" / "protocol"
 MEMORY_MIB_MAX = 900
 SECONDS_MAX = 60
 DEPTH_MAX = 20_000
@@ -24,9 +24,9 @@ CYCLE = "acceptance cycle"
 
 @dataclass(frozen=True)
 class Check:
-    """One run of the verifier: a model, a macro that changes it, and what must be found."""
+    """One run of the verifier: a Promela specification, a macro that changes it, and what must be found."""
 
-    model: str
+    spec: str
     variant: str = ""
     expect: str = SAFE
     liveness: bool = False
@@ -34,7 +34,7 @@ class Check:
     @property
     def name(self) -> str:
         kind = " (ltl)" if self.liveness else ""
-        return f"{self.model}:{self.variant or 'correct'}{kind}"
+        return f"{self.spec}:{self.variant or 'correct'}{kind}"
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Result:
     seconds: float
 
 
-def _bugs(model: str, expect: str, *variants: str) -> tuple[Check, ...]:
-    return tuple(Check(model, variant, expect) for variant in variants)
+def _bugs(spec: str, expect: str, *variants: str) -> tuple[Check, ...]:
+    return tuple(Check(spec, variant, expect) for variant in variants)
 
 
 CHECKS: tuple[Check, ...] = (
@@ -126,18 +126,18 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-class ModelCheckError(RuntimeError):
-    """A tool is missing, a model does not compile, or a search was cut short."""
+class ProtocolCheckError(RuntimeError):
+    """A tool is missing, a specification does not compile, or a search was cut short."""
 
 
 def _run(command: list[str], directory: str) -> str:
     try:
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=SECONDS_MAX)
     except subprocess.TimeoutExpired as error:
-        raise ModelCheckError(f"{command[0]} took more than {SECONDS_MAX} s") from error
+        raise ProtocolCheckError(f"{command[0]} took more than {SECONDS_MAX} s") from error
     output = done.stdout + done.stderr
     if done.returncode != 0:
-        raise ModelCheckError(f"{' '.join(command)} failed: {output.strip()}")
+        raise ProtocolCheckError(f"{' '.join(command)} failed: {output.strip()}")
     return output
 
 
@@ -145,28 +145,28 @@ def _found(output: str) -> str:
     """The first error that the verifier reports; an incomplete search is not an answer."""
     errors = re.search(r"errors: (\d+)", output)
     if errors is None or "max search depth too small" in output or "-DMEMLIM" in output:
-        raise ModelCheckError(f"the search was not exhaustive: {output.strip()}")
+        raise ProtocolCheckError(f"the search was not exhaustive: {output.strip()}")
     if errors[1] == "0":
         return SAFE
     for kind in (ASSERTION, END_STATE, CYCLE):
         if re.search(rf"^pan:\d+: {kind}", output, re.MULTILINE):
             return kind
-    raise ModelCheckError(f"an error of an unknown kind: {output.strip()}")
+    raise ProtocolCheckError(f"an error of an unknown kind: {output.strip()}")
 
 
 def verify(check: Check) -> Result:
-    """Run one check in a temporary directory. Raises ModelCheckError unless it is exhaustive."""
+    """Run one check in a temporary directory. Raises ProtocolCheckError unless it is exhaustive."""
     for tool, package in (("spin", "spin"), ("gcc", "gcc")):
         if shutil.which(tool) is None:
-            raise ModelCheckError(f"{tool} is missing: apt-get install {package}")
+            raise ProtocolCheckError(f"{tool} is missing: apt-get install {package}")
     begin = time.monotonic()
     macros = [f"-D{check.variant}"] if check.variant else []
     claim = ["-DNFAIR=3"] if check.liveness else ["-DSAFETY", "-DNOCLAIM"]
     search = ["-a", "-f"] if check.liveness else []
-    with tempfile.TemporaryDirectory(prefix="model_check_") as directory:
-        # spin's preprocessor leaves its files where it runs, and reads the model by its name there
-        shutil.copy(MODELS / f"{check.model}.pml", directory)
-        _run(["spin", *macros, "-a", f"{check.model}.pml"], directory)
+    with tempfile.TemporaryDirectory(prefix="protocol_check_") as directory:
+        # spin's preprocessor leaves its files where it runs, and reads the specification by its name there
+        shutil.copy(SPECS / f"{check.spec}.pml", directory)
+        _run(["spin", *macros, "-a", f"{check.spec}.pml"], directory)
         memory = f"-DMEMLIM={MEMORY_MIB_MAX}"
         _run(["gcc", "-O1", "-w", memory, *claim, "-o", "pan", "pan.c"], directory)
         output = _run(["./pan", f"-m{DEPTH_MAX}", *search], directory)
@@ -177,11 +177,11 @@ def verify(check: Check) -> Result:
 
 def main() -> int:
     wrong = 0
-    print(f"{'model and variant':42} {'states':>9} {'seconds':>7}  result")
+    print(f"{'specification and variant':42} {'states':>9} {'seconds':>7}  result")
     for check in CHECKS:
         try:
             result = verify(check)
-        except ModelCheckError as error:
+        except ProtocolCheckError as error:
             print(f"{check.name}: {error}", file=sys.stderr)
             return 2
         good = result.found == check.expect

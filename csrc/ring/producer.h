@@ -1,4 +1,4 @@
-// The worker's end of one ring. The order of operations is that of csrc/model/README.md.
+// The worker's end of one ring. The order of operations is that of csrc/protocol/README.md.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,8 +18,9 @@
 #include <vector>
 
 #include "core/cell.h"
-#include "core/futex.h"
 #include "core/ring.h"
+#include "ring/futex.h"
+#include "ring/word.h"
 
 namespace headgate {
 
@@ -72,8 +73,8 @@ class RingProducer {
   const RingGeometry& geometry() const { return layout_.g; }
   uint32_t in_flight() const { return in_flight_; }
   bool poisoned() const {
-    return !requests_ || !completions_ || mine().poison.load(std::memory_order_acquire) != 0 ||
-           peer().poison.load(std::memory_order_acquire) != 0;
+    return !requests_ || !completions_ || as_atomic(mine().poison).load(std::memory_order_acquire) != 0 ||
+           as_atomic(peer().poison).load(std::memory_order_acquire) != 0;
   }
 
   // Posts a ticket; runs index `pairs` from 0. Throws NoCredit, RingPoisoned, std::invalid_argument (limits).
@@ -95,7 +96,7 @@ class RingProducer {
     ticket.op = uint16_t(op);
     ticket.run_count = uint16_t(runs.size());
     ticket.first_run = 0;
-    ticket.seq.store(t, std::memory_order_release);
+    as_atomic(ticket.seq).store(t, std::memory_order_release);
     ring();
     bool answered = op != Op::kPromote;
     p.seq = t;
@@ -142,11 +143,13 @@ class RingProducer {
 
   void poison() {
     if (!requests_) return;
-    mine().poison.store(kPoisoned, std::memory_order_release);
+    as_atomic(mine().poison).store(kPoisoned, std::memory_order_release);
     if (completions_) ring();
   }
 
-  uint64_t heartbeat_ns() const { return completions_ ? peer().heartbeat.load(std::memory_order_relaxed) : 0; }
+  uint64_t heartbeat_ns() const {
+    return completions_ ? as_atomic(peer().heartbeat).load(std::memory_order_relaxed) : 0;
+  }
 
   void close() {
     if (requests_) munmap(requests_, layout_.requests_bytes());
@@ -208,7 +211,7 @@ class RingProducer {
     const uint64_t start = now_ns();
     const uint64_t deadline = start + timeout_us * 1000;
     uint64_t checked_ns = start;
-    while (peer().consumed.load(std::memory_order_acquire) < old) {
+    while (as_atomic(peer().consumed).load(std::memory_order_acquire) < old) {
       if (poisoned()) throw RingPoisoned("the ring is poisoned");
       const uint64_t now = now_ns();
       if (now >= deadline)
@@ -243,19 +246,19 @@ class RingProducer {
 
   // One turn of sleeping; true when there is a reason to stop: ready, poisoned, or the deadline.
   bool asleep_once(Posted& p, uint64_t deadline) {
-    uint32_t seen = peer().bell.load(std::memory_order_relaxed);
-    mine().asleep.store(1, std::memory_order_relaxed);
+    uint32_t seen = as_atomic(peer().bell).load(std::memory_order_relaxed);
+    as_atomic(mine().asleep).store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     bool stop = poisoned() || look(p) || now_ns() >= deadline;
     if (!stop) futex_wait(peer().bell, seen, std::min(deadline, now_ns() + kCheckInNs));
-    mine().asleep.store(0, std::memory_order_relaxed);
+    as_atomic(mine().asleep).store(0, std::memory_order_relaxed);
     return stop;
   }
 
   void ring() {
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (peer().asleep.load(std::memory_order_relaxed) == 0) return;
-    mine().bell.fetch_add(1, std::memory_order_relaxed);
+    if (as_atomic(peer().asleep).load(std::memory_order_relaxed) == 0) return;
+    as_atomic(mine().bell).fetch_add(1, std::memory_order_relaxed);
     futex_wake(mine().bell);
   }
 

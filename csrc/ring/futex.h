@@ -5,7 +5,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdint>
 #include <ctime>
 
@@ -26,12 +25,12 @@ inline void cpu_relax() {
 }
 
 // Returns when `word` differs from `seen`, on a wake, at the deadline, or for no reason.
-inline void futex_wait(const std::atomic<uint32_t>& word, uint32_t seen, uint64_t deadline_ns) {
+inline void futex_wait(const uint32_t& word, uint32_t seen, uint64_t deadline_ns) {
   timespec deadline = to_timespec(deadline_ns);
   syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, seen, &deadline, nullptr, FUTEX_BITSET_MATCH_ANY);
 }
 
 // Wakes one sleeper: each word has one, and a peer that made a hundred thousand of them would hold up who wakes all.
-inline void futex_wake(const std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, 1); }
+inline void futex_wake(const uint32_t& word) { syscall(SYS_futex, &word, FUTEX_WAKE, 1); }
 
 }  // namespace headgate

@@ -29,13 +29,14 @@ from typing import Any
 
 import torch
 
-from bench.checkpoint import B8, random_checkpoint
-from bench.store import counters, inject_packs, scratch
+from bench.store import counters, scratch
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.model.transformer import Transformer
 from decode_worker.records import STORAGE_DTYPES
+from decode_worker.synthetic.checkpoint import B8, random_checkpoint
+from decode_worker.synthetic.packs import inject_packs
 from kvstore_service.client import AdminClient, parse_size
 from kvstore_service.client.private import PrivateDaemon
 

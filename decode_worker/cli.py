@@ -103,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         "--context", type=_positive, default=DEMO_CONTEXT, dest="tokens", metavar="N",
         help="tokens of the document (a multiple of 256 from 1024 on; default: %(default)s)",
     )  # fmt: skip
+    demo.add_argument(
+        "--document", type=Path, metavar="FILE",
+        help="UTF-8 text to plant facts in, as long as --context (default: our documentation, and made lines)",
+    )  # fmt: skip
     demo.add_argument("--no-ray", action="store_true", help="run the worker in this process (default: in a local Ray)")
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     demo.set_defaults(run=_demo)
@@ -141,10 +145,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from decode_worker import demo
+    from decode_worker.demo import run as demo
+    from decode_worker.demo.texts import CONTEXT_MIN, CONTEXT_UNIT
 
-    if arguments.tokens % 256 or arguments.tokens < 1024:
-        raise ConfigError(f"--context {arguments.tokens}: write a multiple of 256 from 1024 on")
+    if arguments.tokens % CONTEXT_UNIT or arguments.tokens < CONTEXT_MIN:
+        raise ConfigError(f"--context {arguments.tokens}: write a multiple of {CONTEXT_UNIT} from {CONTEXT_MIN} on")
     arguments.context = None
     config = WorkerConfig.resolve(
         arguments, model=demo.DEFAULT_MODEL, context=arguments.tokens + DEMO_ROOM, name="demo"

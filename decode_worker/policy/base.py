@@ -28,9 +28,9 @@ from decode_worker.retrieval.view import StoredPack, View
 from decode_worker.window.geometry import WindowGeometry
 
 if TYPE_CHECKING:
+    from decode_worker.calibration.profile import Profile
     from decode_worker.config import WorkerConfig
     from decode_worker.model.config import ModelConfig
-    from decode_worker.profile import Profile
     from decode_worker.records import RecordFormat
 
 __all__ = ["NO_PAIRS", "RUN_DTYPE", "Delta", "Plan", "Policy", "QueryKind", "TailFull", "Ticket", "make_policy"]

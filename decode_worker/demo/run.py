@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decode_worker.config import ConfigError, WorkerConfig
+from decode_worker.demo.document import Document, FactsDoNotFit, load_words
+from decode_worker.demo.texts import CHECKOUT, document_of, own_document
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.tokenizer import Tokenizer
@@ -24,7 +24,6 @@ from kvstore_service.client import AdminClient
 from kvstore_service.client.private import PrivateDaemon
 from kvstore_service.shared.scratch import Scratch, disk
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = CHECKOUT / "models" / "retriever"
 SHOWN = 5
 # The store's DRAM holds a quarter of the document's KV: the rest must come from NVMe.
@@ -189,32 +188,24 @@ def _show_answers(console: Console, task: Task, outcome: Outcome) -> None:
     console.print(f"  ... {outcome.correct} of {len(outcome.texts)} right\n", highlight=False)
 
 
-def _document(config: WorkerConfig, tokens: int, questions: int) -> Any:
-    """models.corpus.Document with a fact for every question."""
-    corpus = _corpus()
+def _document(config: WorkerConfig, tokens: int, questions: int, file: Path | None) -> Document:
+    """With a fact for every question."""
     Tokenizer.load(config.model, Checkpoint.open(config.model).config.vocab)
     try:
-        return corpus.build_document(corpus.load_words(config.model), tokens, questions, SEED, "demo")
-    except (ValueError, KeyError, TypeError) as error:
+        words = load_words(config.model)
+    except (KeyError, TypeError):
+        raise ConfigError(f"model={config.model}: its tokenizer knows no whole words; use the shipped model") from None
+    try:
+        if file is not None:
+            return document_of(file, words, tokens, questions, SEED)
+        return own_document(words, tokens, questions, SEED)
+    except FactsDoNotFit as error:
         fix = "give fewer --questions, a longer --context or the shipped --model"
         raise ConfigError(f"--questions {questions}: {error}; {fix}") from None
 
 
-def _task(worker: Any, document: Any) -> Task:
+def _task(worker: Any, document: Document) -> Task:
     return Task(worker.encode(document.text), [(fact.question, fact.answer) for fact in document.facts])
-
-
-def _corpus() -> Any:
-    """models/corpus.py of the checkout, which makes documents with facts."""
-    if not (CHECKOUT / "models" / "corpus.py").is_file():
-        raise ValueError(
-            "the demo's documents are made by models/corpus.py: run `make demo` in a checkout of the repository"
-        )
-    sys.path.insert(0, str(CHECKOUT))
-    try:
-        return importlib.import_module("models.corpus")
-    finally:
-        sys.path.remove(str(CHECKOUT))
 
 
 def _kv_bytes(config: WorkerConfig, tokens: int) -> int:

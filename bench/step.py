@@ -67,7 +67,7 @@ class Settings:
     budget: float = 0.1
     dram_bytes: int | None = None
     stream_bytes: int = 1 << 30
-    shape: Mapping[str, float] = field(default_factory=lambda: B8)
+    shape: Mapping[str, int] = field(default_factory=lambda: B8)
 
     def __post_init__(self) -> None:
         if self.steps * self.repeats + WARM_STEPS > STEPS_MAX:

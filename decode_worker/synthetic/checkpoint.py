@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 # Shape B8 of docs/performance.md.
-B8 = {
+B8: dict[str, int] = {
     "vocab_size": 512,
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -19,7 +19,7 @@ B8 = {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "max_position_embeddings": 1 << 20,
-    "rope_theta": 1e6,
+    "rope_theta": 1_000_000,
 }
 WEIGHT_SCALE = 1.3  # attention that is neither flat nor one-hot
 FIXED = {
@@ -34,14 +34,14 @@ FIXED = {
 }
 
 
-def random_checkpoint(directory: Path, shape: Mapping[str, float], seed: int) -> Path:
+def random_checkpoint(directory: Path, shape: Mapping[str, int], seed: int) -> Path:
     """Writes config.json, model.safetensors (bfloat16) and tokenizer.json (word `w17` is token 17); `shape`: as B8."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: _weight(size, generator) for name, size in _sizes({k: int(v) for k, v in shape.items()})}
+    tensors = {name: _weight(size, generator) for name, size in _sizes(shape)}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps({**FIXED, **shape}))
-    words = {f"w{token}": token for token in range(int(shape["vocab_size"]))}
+    words = {f"w{token}": token for token in range(shape["vocab_size"])}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],

@@ -29,13 +29,14 @@ from typing import Any
 
 import torch
 
-from bench.checkpoint import B8, random_checkpoint
-from bench.store import counters, inject_packs, scratch
+from bench.store import counters, scratch
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.model.transformer import Transformer
 from decode_worker.records import STORAGE_DTYPES
+from decode_worker.synthetic.checkpoint import B8, random_checkpoint
+from decode_worker.synthetic.packs import inject_packs
 from kvstore_service.client import AdminClient, parse_size
 from kvstore_service.client.private import PrivateDaemon
 
@@ -66,7 +67,7 @@ class Settings:
     budget: float = 0.1
     dram_bytes: int | None = None
     stream_bytes: int = 1 << 30
-    shape: Mapping[str, float] = field(default_factory=lambda: B8)
+    shape: Mapping[str, int] = field(default_factory=lambda: B8)
 
     def __post_init__(self) -> None:
         if self.steps * self.repeats + WARM_STEPS > STEPS_MAX:

@@ -1,4 +1,4 @@
-"""Random content in a private daemon: a document without a model, or packs that an engine finds as its own prompt's."""
+"""A random document in a private daemon, without a model, and what benchmarks ask a daemon."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,9 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native, packing
-from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import reservations
-from decode_worker.pack_writer import PackWriter
 from decode_worker.policy.plan import RUN_DTYPE, gather_runs
 from decode_worker.records import RecordFormat
 from decode_worker.transport import StagingRing, Transport, raise_for_status
@@ -28,8 +26,6 @@ from kvstore_service.client.private import PrivateDaemon
 STAGING_BYTES = 16 << 20
 WAIT_MS = 60_000
 IN_FLIGHT = 2
-KEY_CLUSTERS = 32
-KEY_NOISE = 0.5
 
 
 class StoredDocument:
@@ -127,34 +123,6 @@ class StoredDocument:
 def scratch(parent: str | Path = "/var/tmp") -> tempfile.TemporaryDirectory[str]:
     """A temporary directory on a disk: packs are read with O_DIRECT, and /tmp may be memory."""
     return tempfile.TemporaryDirectory(prefix="headgate-bench-", dir=parent)
-
-
-def inject_packs(engine: Engine, ids: Sequence[int], seed: int) -> None:
-    """Stores random K and V as the packs of a prompt, with index sidecars, so that `engine.attach(ids)` finds them.
-
-    Keys lie around KEY_CLUSTERS centres per layer and head, so that selections have some locality, as real keys give.
-    """
-    writer = PackWriter(
-        engine.records, engine.retriever, engine.client, engine.transport, engine.catalogue,
-        clustered=engine.config.order == "clustered",
-    )  # fmt: skip
-    heads, d = engine.records.kv_heads, engine.records.head_dim
-    generator = torch.Generator().manual_seed(seed)
-    session = engine.client.open_session(engine.layout, engine.config.context)
-    try:
-        wanted = reservations(ids, engine.transport.pack_tokens)
-        drafts = writer.reserve(session, wanted)
-        for layer in range(engine.layout.layers):
-            centres = torch.randn(KEY_CLUSTERS, heads, d, generator=generator)
-            for draft, item in zip(drafts, wanted, strict=True):
-                member = torch.randint(KEY_CLUSTERS, (item.tokens,), generator=generator)
-                noise, values = torch.randn(2, item.tokens, heads, d, generator=generator)
-                importance = torch.rand(heads, item.tokens, generator=generator)
-                writer.store(draft, layer, centres[member] + KEY_NOISE * noise, values, importance)
-        writer.flush()
-        writer.commit(session, drafts)
-    finally:
-        engine.client.close_session(session)
 
 
 def counters(daemon: PrivateDaemon) -> dict[str, int]:

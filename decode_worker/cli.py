@@ -20,6 +20,7 @@ from kvstore_service.shared.settings import Parser, add_flags, count, number
 
 DEMO_CONTEXT = 32768
 DEMO_QUESTIONS = 100
+DEMO_LENGTHS = (8192, 32768, 131072)
 # Questions and answers live behind the document.
 DEMO_ROOM = 512
 AGAIN_S = 0.01
@@ -103,6 +104,15 @@ def _parser() -> argparse.ArgumentParser:
         "--context", type=_positive, default=DEMO_CONTEXT, dest="tokens", metavar="N",
         help="tokens of the document (a multiple of 256 from 1024 on; default: %(default)s)",
     )  # fmt: skip
+    demo.add_argument(
+        "--long", type=_lengths, default=DEMO_LENGTHS, metavar="N,N",
+        help="stored tokens behind which a long generation is timed, multiples of 256 from 1024 on, or none "
+        f"(default: {','.join(map(str, DEMO_LENGTHS))})",
+    )  # fmt: skip
+    demo.add_argument(
+        "--document", type=Path, metavar="FILE",
+        help="UTF-8 text to plant facts in, as long as --context (default: our documentation, and made lines)",
+    )  # fmt: skip
     demo.add_argument("--no-ray", action="store_true", help="run the worker in this process (default: in a local Ray)")
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     demo.set_defaults(run=_demo)
@@ -141,15 +151,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from decode_worker import demo
-
-    if arguments.tokens % 256 or arguments.tokens < 1024:
+    if not _is_length(arguments.tokens):
         raise ConfigError(f"--context {arguments.tokens}: write a multiple of 256 from 1024 on")
+    from decode_worker.demo import run as demo
+
     arguments.context = None
     config = WorkerConfig.resolve(
         arguments, model=demo.DEFAULT_MODEL, context=arguments.tokens + DEMO_ROOM, name="demo"
     )
-    demo.run(config, arguments.tokens, arguments.questions, not arguments.no_ray, arguments.json)
+    request = demo.Request(
+        arguments.tokens, arguments.questions, arguments.long, arguments.document, not arguments.no_ray, arguments.json
+    )
+    demo.run(config, request)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -187,6 +200,20 @@ def _share(text: str) -> float:
     raise ValueError("write a number above 0, at most 1")
 
 
+def _is_length(tokens: int) -> bool:
+    return tokens % 256 == 0 and tokens >= 1024
+
+
+def _length_list(text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    parse = count(1, 1 << 24)
+    lengths = tuple(parse(part) for part in text.split(","))
+    if not all(_is_length(tokens) for tokens in lengths):
+        raise ValueError("write multiples of 256 from 1024 on with commas between (8192,32768), or none")
+    return lengths
+
+
 def _some_text(text: str) -> str:
     if not text:
         raise ValueError("write the text that ends the generation")
@@ -194,6 +221,7 @@ def _some_text(text: str) -> str:
 
 
 _positive = _checked(count(1, 1 << 24))
+_lengths = _checked(_length_list)
 _natural = _checked(count(0, 1 << 24))
 
 

@@ -16,14 +16,11 @@ from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.scheduler import Request
+from decode_worker.text_file import read_text
 from decode_worker.worker import Worker
 from kvstore_service.client import StoreClient, StoreError
 from kvstore_service.client.private import PrivateDaemon
 from kvstore_service.shared.scratch import Scratch, disk
-from kvstore_service.shared.types import format_size
-
-# More than any context holds; a device or a disk image is not read to its end.
-PROMPT_BYTES_MAX = 256 << 20
 
 
 def run(
@@ -45,7 +42,7 @@ def run(
 
 def _encode(config: WorkerConfig, prompt_file: Path, new_tokens: int) -> list[int]:
     """Token ids of the prompt; refuses what cannot run before a daemon is started or weights are loaded."""
-    text = _read_prompt(prompt_file)
+    text = read_text("--prompt-file", prompt_file)
     shape = Checkpoint.open(config.model).config
     shape.check_context(config.context)
     ids = Tokenizer.load(config.model, shape.vocab).encode(text)
@@ -90,21 +87,3 @@ def _stream(worker: Worker, request: Request) -> int:
     finally:
         print(flush=True)
     return count
-
-
-def _read_prompt(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(PROMPT_BYTES_MAX + 1)
-        text = content.decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"--prompt-file {path}: {error.strerror}; give a text file that can be read") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt-file {path}: byte {error.start} is not UTF-8; give a text file") from None
-    if "\0" in text:
-        raise ValueError(f"--prompt-file {path}: byte {content.index(0)} is NUL, as in a binary file; give a text file")
-    if len(content) > PROMPT_BYTES_MAX:
-        raise ValueError(f"--prompt-file {path}: longer than {format_size(PROMPT_BYTES_MAX)}; give a shorter text")
-    if not text.strip():
-        raise ValueError(f"--prompt-file {path}: the prompt is empty; give a file with text")
-    return text

@@ -15,6 +15,7 @@ import torch
 from decode_worker import _native
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
+from decode_worker.engine.footprint import Footprint, attended_share
 from decode_worker.engine.session import Session
 from decode_worker.failures import explained
 from decode_worker.model.transformer import Transformer
@@ -34,25 +35,16 @@ class PrefillReport:
 @dataclass(frozen=True)
 class Answer:
     """Token ids of one answer, and what its decode steps cost. Bytes and records are the daemon's counts during the
-    steps."""
+    steps. `attended`: what an offloaded head attended to in the last step, as a share of the session's tokens."""
 
     tokens: list[int]
     steps: int
     decode_s: float
     bind_s: float
     records_moved: int
+    attended: float
     nvme_read_bytes: int | None  # None for a user who may not administer the daemon
     proc_read_bytes: int | None  # the kernel's count; None where it may not be read
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of one session of the present policy, as defined in docs/architecture.md (Figures)."""
-
-    device_bytes: int
-    resident_bytes: int
-    offloaded_bytes: int
-    index_bytes: int
 
 
 class Worker:
@@ -148,13 +140,15 @@ class Worker:
             tokens = list(self._greedy(session, rest, new_tokens))
             seconds = time.monotonic() - started
             after = self._io()
-            self._footprint = self._footprint_of(session)
+            attended = attended_share(self._engine, session)
+            self._footprint = Footprint.of(self._engine, session)
         return Answer(
             tokens,
             len(rest) + new_tokens - 1,
             seconds,
             bind_s,
             self._engine.policy.counters.records_moved - moved,
+            attended,
             *(b - a if a is not None and b is not None else None for a, b in zip(before, after, strict=True)),
         )
 
@@ -213,15 +207,6 @@ class Worker:
             yield
         except (StoreError, _native.RingError) as error:
             raise explained(error, self._engine.config, self._engine.client) from error
-
-    def _footprint_of(self, session: Session) -> Footprint:
-        geometry = session.geometry
-        return Footprint(
-            geometry.device_bytes,
-            geometry.resident_bytes,
-            geometry.offloaded_bytes(session.stored),
-            self._engine.index_bytes(session),
-        )
 
     def _greedy(self, session: Session, prompt: Sequence[int], new_tokens: int) -> Iterator[int]:
         for token in prompt:

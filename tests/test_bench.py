@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from bench import gather, isolation, nvme, ring, scale, step
-from bench.checkpoint import B8
 from decode_worker.figures import Figure, print_json
+from decode_worker.synthetic.checkpoint import B8
 
 SMALL = B8 | {
     "hidden_size": 64,

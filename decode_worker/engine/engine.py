@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from decode_worker.calibration.profile import Profile
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.computing import computing
 from decode_worker.engine.pack_reader import PackReader
@@ -26,7 +27,6 @@ from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import LeftAlone, PackWriter
 from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.base import make_policy
-from decode_worker.profile import Profile
 from decode_worker.records import STORAGE_DTYPES, RecordFormat
 from decode_worker.retrieval.base import make_retriever
 from decode_worker.transport import Transport

@@ -24,9 +24,9 @@ from decode_worker.retrieval.view import StoredPack, View
 from decode_worker.window.geometry import WindowGeometry
 
 if TYPE_CHECKING:
+    from decode_worker.calibration.profile import Profile
     from decode_worker.config import WorkerConfig
     from decode_worker.model.config import ModelConfig
-    from decode_worker.profile import Profile
     from decode_worker.records import RecordFormat
 
 SPARE_MARGIN = 1.25  # of what a head's misses have fetched on average

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_worker import _native
+from decode_worker.calibration.profile import HASH_BITS, Profile
 from decode_worker.model.attention import causal_attention
 from decode_worker.model.transformer import Transformer
-from decode_worker.profile import HASH_BITS, Profile
 
 CHUNK = 1024
 LAYER0 = 0  # resident by default: never simulated, never measured for recall
@@ -406,7 +406,7 @@ def attention_kept(model: Transformer, cases: Iterable[Case], profile: Profile, 
 # --- the profile ---
 
 
-def measure(model: Transformer, cases: Sequence[Case], limits: Limits) -> tuple[Profile, list[Point], float]:
+def measure_profile(model: Transformer, cases: Sequence[Case], limits: Limits) -> tuple[Profile, list[Point], float]:
     """The profile without a trained hash, the sweep that chose its eta and p, and the accuracy of full attention."""
     full = accuracy_of(ask(model, case, everything) for case in cases)
     kv, query = importance(model, cases, limits)

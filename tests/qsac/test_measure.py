@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from decode_worker import profiling
+from decode_worker.calibration import measure
+from decode_worker.calibration.profile import Profile
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.transformer import Transformer
-from decode_worker.profile import Profile
 from decode_worker.retrieval.hash import encode_reference, select_reference
 
 LAYERS, HEADS, GROUP, DIM, HIDDEN, FFN, VOCAB = 3, 2, 2, 16, 32, 48, 61
 STORED = 96
-LIMITS = profiling.Limits(sink=2, recent=8, storage=torch.float32)
+LIMITS = measure.Limits(sink=2, recent=8, storage=torch.float32)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,9 +66,9 @@ def tokens() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def case(model, tokens) -> profiling.Case:
+def case(model, tokens) -> measure.Case:
     pairs = [([3, 4], [5, 6, 7]), ([8], [9, 10, 11]), ([12, 13, 14], [15, 16])]
-    return profiling.Case(profiling.prefill(model, tokens, torch.float32), profiling.Questions.of(pairs))
+    return measure.Case(measure.prefill(model, tokens, torch.float32), measure.Questions.of(pairs))
 
 
 def dense_logits(model: Transformer, ids: list[int], layer: int, heads: list[int]) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_an_ablated_head_sees_sinks_and_recent_tokens_only(model, tokens, case, 
     ablated = torch.zeros(LAYERS, HEADS * GROUP, dtype=torch.bool)
     ablated[layer, heads] = True
     grouped = ablated.view(LAYERS, HEADS, GROUP)
-    found = profiling.ask(model, case, profiling.ablate(case, grouped, LIMITS))
+    found = measure.ask(model, case, measure.ablate(case, grouped, LIMITS))
     losses, right = [], []
     for ids, targets, answer in zip(case.questions.ids, case.questions.targets, case.questions.answer, strict=True):
         logits = dense_logits(model, [*tokens, *ids.tolist()], layer, heads)[STORED:][answer]
@@ -114,16 +114,16 @@ def test_questions_are_padded_behind_their_end(case):
 
 
 def test_importance_lies_between_0_and_1(model, case):
-    kv, query = profiling.importance(model, [case], LIMITS)
+    kv, query = measure.importance(model, [case], LIMITS)
     assert (kv.shape, query.shape) == ((LAYERS, HEADS), (LAYERS, HEADS * GROUP))
     for table in (kv, query):
         assert table.min() >= 0
         assert table.max() == 1
-    assert (profiling.relative(np.array([[-1.0, 0.0]])) == 1).all()
+    assert (measure.relative(np.array([[-1.0, 0.0]])) == 1).all()
 
 
 def test_groups_are_ablated_together():
-    order = profiling.ablation_order(np.random.default_rng(2), LAYERS, HEADS, GROUP)
+    order = measure.ablation_order(np.random.default_rng(2), LAYERS, HEADS, GROUP)
     assert len(set(order)) == LAYERS * HEADS * GROUP
     assert all(len({place[:2] for place in order[i : i + GROUP]}) == 1 for i in range(0, len(order), GROUP))
 
@@ -140,9 +140,9 @@ def test_mean_similarity_is_the_formulas(model, case, rng):
     weights = rng.random((LAYERS, HEADS * GROUP)).astype(np.float32)
     weights[0, 1] = 0
     profile = replace(Profile.default(model.config), query_importance=weights)
-    found = profiling.mean_similarity(model, [case], profile, LIMITS)
+    found = measure.mean_similarity(model, [case], profile, LIMITS)
     fed = case.questions.fed
-    for layer, query in enumerate(profiling.speculative_queries(model, case)):
+    for layer, query in enumerate(measure.speculative_queries(model, case)):
         grouped = query.unflatten(2, (HEADS, GROUP)).numpy()
         for head in range(HEADS):
             w = weights[layer].reshape(HEADS, GROUP)[head]
@@ -156,10 +156,10 @@ def test_mean_similarity_is_the_formulas(model, case, rng):
 
 def test_the_simulated_selection_is_the_retrievers(model, case):
     profile, layer, head = Profile.default(model.config), 1, 1
-    query, keys = profiling.speculative_queries(model, case)[layer], case.prefix[layer][0]
-    distance = profiling.hash_distance(profile, layer, query, keys)
-    limit = profiling.selectable(STORED, STORED, LIMITS)
-    found = profiling.nearest(distance, limit, LIMITS)[0, 0, head].nonzero().flatten()
+    query, keys = measure.speculative_queries(model, case)[layer], case.prefix[layer][0]
+    distance = measure.hash_distance(profile, layer, query, keys)
+    limit = measure.selectable(STORED, STORED, LIMITS)
+    found = measure.nearest(distance, limit, LIMITS)[0, 0, head].nonzero().flatten()
     projection, centre = (x[layer, head] for x in profile.hash_parameters(LAYERS, HEADS, DIM))
     asked = encode_reference(query[0, 0].unflatten(0, (HEADS, GROUP))[head].numpy(), projection, centre)
     codes = encode_reference(keys[head].numpy(), projection, centre)
@@ -168,9 +168,9 @@ def test_the_simulated_selection_is_the_retrievers(model, case):
 
 
 def test_simulated_hits_keep_the_set_and_misses_replace_it(model, case):
-    strict = profiling.Simulation(case, replace(Profile.default(model.config), eta=1.0), LIMITS)
-    lenient = profiling.Simulation(case, replace(Profile.default(model.config), eta=-1.0), LIMITS)
-    query = profiling.speculative_queries(model, case)[1]
+    strict = measure.Simulation(case, replace(Profile.default(model.config), eta=1.0), LIMITS)
+    lenient = measure.Simulation(case, replace(Profile.default(model.config), eta=-1.0), LIMITS)
+    query = measure.speculative_queries(model, case)[1]
     assert strict(0, query) is None
     seen, kept = strict(1, query), lenient(1, query)
     assert (strict.hits, strict.lookups) == (0, 8 * HEADS)
@@ -183,31 +183,31 @@ def test_simulated_hits_keep_the_set_and_misses_replace_it(model, case):
 
 
 def test_everything_in_the_budget_is_full_attention(model, case):
-    whole = profiling.Simulation(case, Profile.default(model.config), replace(LIMITS, budget=1.0))
-    assert profiling.ask(model, case, whole).loss == pytest.approx(
-        profiling.ask(model, case, profiling.everything).loss, rel=1e-5
+    whole = measure.Simulation(case, Profile.default(model.config), replace(LIMITS, budget=1.0))
+    assert measure.ask(model, case, whole).loss == pytest.approx(
+        measure.ask(model, case, measure.everything).loss, rel=1e-5
     )
 
 
 def test_the_most_cautious_point_that_is_accurate_and_mostly_hits_is_chosen():
-    points = [profiling.Point(0.9, 3, 1.0, 0.3), profiling.Point(0.8, 3, 0.99, 0.4), profiling.Point(0.7, 3, 0.8, 0.9)]
-    assert profiling.choose(points, 0.985) == points[1], "where none mostly hits, the accurate one with most hits"
-    assert profiling.choose(points[2:], 0.985) == points[2], "where none is accurate, the most accurate"
+    points = [measure.Point(0.9, 3, 1.0, 0.3), measure.Point(0.8, 3, 0.99, 0.4), measure.Point(0.7, 3, 0.8, 0.9)]
+    assert measure.choose(points, 0.985) == points[1], "where none mostly hits, the accurate one with most hits"
+    assert measure.choose(points[2:], 0.985) == points[2], "where none is accurate, the most accurate"
     mostly = [
-        profiling.Point(0.9, 2, 0.99, 0.8),
-        profiling.Point(0.9, 1, 0.99, 0.6),
-        profiling.Point(0.8, 1, 0.99, 0.7),
+        measure.Point(0.9, 2, 0.99, 0.8),
+        measure.Point(0.9, 1, 0.99, 0.6),
+        measure.Point(0.8, 1, 0.99, 0.7),
     ]
-    assert profiling.choose([*points, *mostly], 0.985) == mostly[1]
+    assert measure.choose([*points, *mostly], 0.985) == mostly[1]
 
 
 def test_the_file_round_trips(model, case, tmp_path, monkeypatch):
-    monkeypatch.setattr(profiling, "ETAS", (0.9, 0.5))
-    monkeypatch.setattr(profiling, "POWERS", (3.0, 0.0))
-    profile, points, full = profiling.measure(model, [case], LIMITS)
+    monkeypatch.setattr(measure, "ETAS", (0.9, 0.5))
+    monkeypatch.setattr(measure, "POWERS", (3.0, 0.0))
+    profile, points, full = measure.measure_profile(model, [case], LIMITS)
     assert 0 <= full <= 1
     assert (profile.eta, profile.p) in {(point.eta, point.p) for point in points}
-    profiling.save(profile, tmp_path / "headgate_profile.json")
+    measure.save(profile, tmp_path / "headgate_profile.json")
     loaded = Profile.load("auto", model.config, directory=tmp_path)
     for name in ("query_importance", "kv_importance", "mean_similarity"):
         np.testing.assert_allclose(getattr(loaded, name), getattr(profile, name), atol=5e-5)

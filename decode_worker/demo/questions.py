@@ -1,37 +1,35 @@
-"""`headgate demo`: a long document in a private store, questions answered by QSAC and by full attention, one table."""
+"""Questions on a long document in a private store, answered by a sparse policy and by full attention."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import sys
+import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from decode_worker.config import ConfigError, WorkerConfig
-from decode_worker.figures import Figure, print_json, print_table
+from decode_worker.config import WorkerConfig
+from decode_worker.demo.document import Document, words_of
+from decode_worker.demo.generation import ALWAYS_SELECTS, FULL
+from decode_worker.figures import Figure
 from decode_worker.model.checkpoint import Checkpoint
-from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.records import RecordFormat
 from decode_worker.worker import Answer, Footprint, PrefillReport, Worker
 from kvstore_service.client import AdminClient
 from kvstore_service.client.private import PrivateDaemon
 from kvstore_service.shared.scratch import Scratch, disk
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-DEFAULT_MODEL = CHECKOUT / "models" / "retriever"
-SHOWN = 5
 # The store's DRAM holds a quarter of the document's KV: the rest must come from NVMe.
 DRAM_SHARE = 4
 DRAM_BYTES_MIN = 4 << 20
 PREFILL_TOKENS = 8192
-SEED = 20261
+SHOWN = 5
+COMPARED = 25  # questions that the policy which selects always answers too
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,9 @@ class Task:
 
     document: list[int]
     questions: list[tuple[str, str]]  # (question, expected answer)
+
+    def first(self, count: int) -> Task:
+        return Task(self.document, self.questions[:count])
 
 
 @dataclass
@@ -64,34 +65,49 @@ class Outcome:
     def tokens_per_s(self) -> float:
         return self.steps / sum(answer.decode_s for answer in self.answers)
 
+    @property
+    def hit_ratio_all(self) -> float:
+        """With the first step of each session, which misses everywhere."""
+        return self.counters["hits"] / max(1, self.counters["lookups"] + self._first_lookups)
 
-def run(config: WorkerConfig, tokens: int, questions: int, with_ray: bool, as_json: bool) -> None:
-    """A document of `tokens` tokens. Raises ConfigError, StoreError, CheckpointError, ValueError, RuntimeError with
-    one-line messages."""
-    console = Console(stderr=True)
-    document = _document(config, tokens, questions)
+    @property
+    def _first_lookups(self) -> int:
+        return len(self.answers) * self.footprint.offloaded_heads
+
+    def moved(self, count: int) -> float:
+        """Records per token of the first `count` answers."""
+        answers = self.answers[:count]
+        return sum(answer.records_moved for answer in answers) / sum(answer.steps for answer in answers)
+
+
+@dataclass(frozen=True)
+class Questioned:
+    """The questions as the policy of the configuration answered them, and the figures of all policies."""
+
+    task: Task
+    sparse: Outcome
+    figures: list[Figure]
+
+
+def answer_questions(config: WorkerConfig, document: Document, with_ray: bool, console: Console) -> Questioned:
+    """In a private daemon that lives as long as this takes; the questions are the document's facts."""
     with contextlib.ExitStack() as stack:
-        Checkpoint.open(config.model).config.check_context(config.context)
+        tokens = len(words_of(document.text))
         dram_bytes = max(DRAM_BYTES_MIN, _kv_bytes(config, tokens) // DRAM_SHARE)
         scratch = stack.enter_context(Scratch("headgate-data", disk()))
         with console.status("starting a private daemon"):
             daemon = stack.enter_context(PrivateDaemon(scratch.path, dram_bytes))
-        config = WorkerConfig(**{**vars(config), "socket": daemon.socket, "broker": daemon.broker})
+        config = replace(config, socket=Path(daemon.socket), broker=Path(daemon.broker))
         worker = stack.enter_context(_worker(config, with_ray, console))
         task = _task(worker, document)
         report = _prefill(worker, task, console)
         sparse = _ask(worker, task, config.policy, console)
         speeds = _prefill_speeds(worker, task)
-        worker.reconfigure(policy="full")
-        full = _ask(worker, task, "full", console)
-        figures = _figures(config, report, sparse, full, speeds, dram_bytes, daemon)
-    if as_json:
-        print_json(figures)
-        return
-    _show_answers(Console(), task, sparse)
-    print_table(
-        f"{len(task.document):,}-token document, {questions} questions, {config.policy} + {config.retriever}", figures
-    )
+        worker.reconfigure(policy=ALWAYS_SELECTS)
+        always = _ask(worker, task.first(COMPARED), ALWAYS_SELECTS, console)
+        worker.reconfigure(policy=FULL)
+        full = _ask(worker, task, FULL, console)
+        return Questioned(task, sparse, _figures(config, report, sparse, always, full, speeds, dram_bytes, daemon))
 
 
 @contextlib.contextmanager
@@ -99,17 +115,23 @@ def _worker(config: WorkerConfig, with_ray: bool, console: Console) -> Iterator[
     """A Worker, or a RemoteWorker that stands for one."""
     with contextlib.ExitStack() as stack:
         if with_ray:
-            # Before ray is imported: a thread's late call would start another Ray after the end of this one.
-            os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-            from decode_worker.actor import RemoteWorker, local_ray
-
+            actor = import_ray()
             with console.status("starting a local Ray with one worker"):
-                stack.enter_context(local_ray())
-                worker: Any = stack.enter_context(RemoteWorker(config))
+                stack.enter_context(actor.local_ray())
+                worker: Any = stack.enter_context(actor.RemoteWorker(config))
                 worker.ping()
         else:
             worker = stack.enter_context(contextlib.closing(Worker(config)))
         yield worker
+
+
+def import_ray() -> Any:
+    """decode_worker.actor; ImportError before anything has begun where Ray is not installed."""
+    # Before ray is imported: a thread's late call would start another Ray after the end of this one.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    from decode_worker import actor
+
+    return actor
 
 
 def _prefill(worker: Any, task: Task, console: Console) -> PrefillReport:
@@ -145,6 +167,7 @@ def _figures(
     config: WorkerConfig,
     report: PrefillReport,
     sparse: Outcome,
+    always: Outcome,
     full: Outcome,
     speeds: tuple[float, float],
     dram_bytes: int,
@@ -154,13 +177,13 @@ def _figures(
         status = admin.get_status()
     used_dram = min(dram_bytes, status.counters["frames_used"] * status.counters["frame_bytes"])
     kv_bytes = _kv_bytes(config, report.stored_tokens)
-    counters, foot = sparse.counters, sparse.footprint
+    foot = sparse.footprint
     nvme = sum(a.nvme_read_bytes or 0 for a in sparse.answers)
     proc = sum(a.proc_read_bytes or 0 for a in sparse.answers)
     with_store, without_store = speeds
     full_device = full.footprint.device_bytes
-    moved = sum(a.records_moved for a in sparse.answers) / sparse.steps
-    cache_bytes = foot.device_bytes - foot.resident_bytes
+    compared = len(always.answers)
+    moved, moved_always = sparse.moved(compared), always.moved(compared)
     f, other = Figure, "full attention"
     return [
         f("accuracy", 100 * sparse.accuracy, "%", other, 100 * full.accuracy, _ratio(sparse.accuracy, full.accuracy)),
@@ -170,51 +193,32 @@ def _figures(
         f("device_bytes", foot.device_bytes, "B", other, full_device, foot.device_bytes / full_device),
         f("resident_bytes", foot.resident_bytes, "B"),
         f("offloaded_bytes", foot.offloaded_bytes, "B"),
-        f("device_share", cache_bytes / foot.offloaded_bytes, "(device - resident) / offloaded"),
         f("index_bytes", foot.index_bytes, "B"),
+        f("device_share", foot.device_share, "(device - resident + index) / offloaded"),
+        f("attended", statistics.mean(a.attended for a in sparse.answers), "of the tokens, offloaded heads"),
         f("dram_bytes", used_dram, "B", "budget", dram_bytes, used_dram / dram_bytes),
         f("nvme_bytes", status.pack_bytes, "B"),
-        f("hit_ratio", counters["hits"] / max(1, counters["lookups"]), "label hits / lookups"),
-        f("records_moved", moved, "records/token"),
+        f("hit_ratio", sparse.counters["hits"] / max(1, sparse.counters["lookups"]), "label hits / lookups"),
+        f("hit_ratio_all", sparse.hit_ratio_all, "the same with first steps"),
+        f("records_moved", moved, f"records/token, {compared} questions", ALWAYS_SELECTS, moved_always,
+          _ratio(moved, moved_always)),
         f("nvme_read_bytes", nvme, "B in decode", "/proc/PID/io", proc, _ratio(nvme, proc)),
         f("prefill", report.tokens / report.seconds, f"tokens/s, {report.tokens} tokens"),
         f("prefill_8k", with_store, "tokens/s", "without the store", without_store, with_store / without_store),
     ]  # fmt: skip
 
 
-def _show_answers(console: Console, task: Task, outcome: Outcome) -> None:
+def show_answers(console: Console, questioned: Questioned) -> None:
+    """The first few, and how many were right."""
+    task, outcome = questioned.task, questioned.sparse
     for (question, expected), text in list(zip(task.questions, outcome.texts, strict=True))[:SHOWN]:
         mark = "[green]right[/]" if text.split() == expected.split() else f"[red]expected[/] {expected}"
         console.print(f"  {question} [bold]{text}[/]  {mark}", highlight=False)
     console.print(f"  ... {outcome.correct} of {len(outcome.texts)} right\n", highlight=False)
 
 
-def _document(config: WorkerConfig, tokens: int, questions: int) -> Any:
-    """models.corpus.Document with a fact for every question."""
-    corpus = _corpus()
-    Tokenizer.load(config.model, Checkpoint.open(config.model).config.vocab)
-    try:
-        return corpus.build_document(corpus.load_words(config.model), tokens, questions, SEED, "demo")
-    except (ValueError, KeyError, TypeError) as error:
-        fix = "give fewer --questions, a longer --context or the shipped --model"
-        raise ConfigError(f"--questions {questions}: {error}; {fix}") from None
-
-
-def _task(worker: Any, document: Any) -> Task:
+def _task(worker: Any, document: Document) -> Task:
     return Task(worker.encode(document.text), [(fact.question, fact.answer) for fact in document.facts])
-
-
-def _corpus() -> Any:
-    """models/corpus.py of the checkout, which makes documents with facts."""
-    if not (CHECKOUT / "models" / "corpus.py").is_file():
-        raise ValueError(
-            "the demo's documents are made by models/corpus.py: run `make demo` in a checkout of the repository"
-        )
-    sys.path.insert(0, str(CHECKOUT))
-    try:
-        return importlib.import_module("models.corpus")
-    finally:
-        sys.path.remove(str(CHECKOUT))
 
 
 def _kv_bytes(config: WorkerConfig, tokens: int) -> int:

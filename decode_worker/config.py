@@ -163,7 +163,7 @@ KEYS = (
     Key("context", None, count(64, 1 << 24), "declared maximum of tokens per session"),
     Key("slots", None, count(1, 4096), "sessions bound at a time"),
     Key("compute", None, choice("float32", "bfloat16"), "dtype of the computation"),
-    Key("weights", None, choice("compute", "int8"), "what a decode step's matrices are: the computation's dtype, or int8"),
+    Key("weights", None, choice("compute", "int8"), "matrices of a decode step: the computation's dtype, or int8"),
     Key("storage", None, choice("float32", "bfloat16"), "dtype of stored K and V"),
     Key("order", None, choice("clustered", "token"), "order of records in a pack"),
     Key("staging_bytes", None, size(1 << 16), "memory through which packs are written"),

@@ -29,7 +29,7 @@ from kvstore_service.client.private import PrivateDaemon
 from kvstore_service.shared.types import format_size
 
 # `none` selects anew at every head and step, as InfiniGen does.
-POLICIES = ("full", "none", "qsac")
+POLICIES = ("full", "infinigen", "qsac")
 FULL, ALWAYS_SELECTS = POLICIES[:2]
 ROUNDS = 4
 ROUND_TOKENS = 24

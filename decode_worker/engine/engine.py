@@ -94,17 +94,14 @@ class Engine:
             self.records, self.policy, self.transport, self._writer, self.catalogue,
             computing=self._computing, slot_bytes=self.slot_bytes,
         )  # fmt: skip
-        self.loop = DecodeLoop(
-            self.policy,
-            PRODUCTS[config.kernels](self.model, config.slots, config.threads, config.weights),
-            self.transport,
-            KERNELS[config.kernels],
-            StepContext(
-                self.policy.settings, self.policy.state, self.retriever, self.transport.window.bytes, self.transport.decode,
-                dtype=self.records.code, record_bytes=self.records.record_bytes, scale=self.model.scale,
-                threads=config.threads, stale_fails=config.stale == "fail", wait_us=self.transport.wait_us,
-            ),
+        context = StepContext(
+            self.policy.settings, self.policy.state, self.retriever, self.transport.window.bytes,
+            self.transport.decode, dtype=self.records.code, record_bytes=self.records.record_bytes,
+            scale=self.model.scale, threads=config.threads, stale_fails=config.stale == "fail",
+            wait_us=self.transport.wait_us,
         )  # fmt: skip
+        products = PRODUCTS[config.kernels](self.model, config.slots, config.threads, config.weights)
+        self.loop = DecodeLoop(self.policy, products, self.transport, KERNELS[config.kernels](context))
 
     def _connect_rings(self) -> Transport:
         config, shape = self.config, self.model.config

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.session import Session
+from decode_worker.policy.attended import attended_places
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,9 @@ def attended_share(engine: Engine, session: Session) -> float:
     """Tokens that an offloaded head attended to in the last step ÷ the session's tokens, mean over these heads.
 
     1 where every head is resident. The session was alone in that step."""
-    shares: list[float] = []
-    for layer, resident in enumerate(session.geometry.resident):
-        ranges, _, counts = engine.policy.segments(layer)
-        tokens = ranges[0, :, :, 1].sum(axis=1) + counts[0]
-        shares += (tokens[~resident] / session.position).tolist()
+    state, slot = engine.policy.state, session.slot
+    shares = [
+        len(attended_places(state, layer, slot, head, session.position - 1)) / session.position
+        for layer, head in np.argwhere(~session.geometry.resident).tolist()
+    ]
     return sum(shares) / len(shares) if shares else 1.0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from decode_worker.failures import INTERRUPTED_S
-from decode_worker.kernels.base import Kernels, Rows, StepContext
+from decode_worker.kernels.base import Kernels, Rows
 from decode_worker.kernels.products.base import Products
 from decode_worker.policy.base import Policy, TailFull
 from decode_worker.policy.counters import Counters
@@ -50,11 +50,10 @@ class DecodeLoop:
         policy: Policy,
         products: Products,
         transport: Transport,
-        make_kernels: Callable[[StepContext], Kernels],
-        context: StepContext,
+        kernels: Kernels,
     ) -> None:
-        self.kernels = make_kernels(context)
-        policy.tell(self.kernels)
+        self.kernels = kernels
+        policy.tell(kernels)
         self._policy = policy
         self._products = products
         self._transport = transport

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from decode_worker.kernels.state import HeadState
@@ -137,10 +138,10 @@ class Policy:
 
     def room(self, slot: int, position: int) -> int:
         """How many tokens from `position` on can be written before a tail is full; at most 0: none."""
-        offloaded = ~self.settings.resident
+        offloaded = torch.from_numpy(~self.settings.resident)
         if not offloaded.any():
             return self.settings.context - position
-        cover = int(self.state.current_cover(slot).numpy()[offloaded].min())
+        cover = int(self.state.current_cover(slot)[offloaded].min())
         return min(cover, self.view(slot).stored) + self.settings.tail - position
 
     def selects(self, layer: int) -> bool:

@@ -123,9 +123,9 @@ def test_scale(tmp_path: Path) -> None:
 
 def few(**changes: Any) -> decode.Settings:
     return decode.Settings(
-        contexts=(2048,), q05_contexts=(1024,), growth_contexts=(1024, 2048), growth_places=64, batch_context=1024,
-        batches=(1, 3), prefill_tokens=1024, million=3072, steps=2, repeats=2, threads=1, stream_bytes=1 << 20,
-        shape=SMALL, q05=SMALL_QWEN2, **changes,
+        contexts=(2048,), q05_contexts=(1024,), growth_contexts=(1024, 2048), growth_places=64,
+        batch_context=1024, batches=(1, 3), prefill_tokens=1024, prefill_repeats=2, prefill_warm_tokens=64,
+        million=3072, steps=2, repeats=2, threads=1, stream_bytes=1 << 20, shape=SMALL, q05=SMALL_QWEN2, **changes,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from decode_worker.engine.engine import Engine
 from decode_worker.engine.footprint import Footprint, attended_share
 from decode_worker.engine.session import Session
 from decode_worker.records import STORAGE_DTYPES
-from decode_worker.synthetic.checkpoint import B8, random_checkpoint
+from decode_worker.synthetic.checkpoint import B8, Shape, random_checkpoint
 from decode_worker.synthetic.packs import inject_packs
 from kvstore_service.client import AdminClient
 from kvstore_service.client.private import PrivateDaemon
@@ -70,7 +70,7 @@ def measure(
     context: int,
     config: WorkerConfig,
     note: Callable[[str], None],
-    shape: Mapping[str, int] = B8,
+    shape: Shape = B8,
 ) -> list[Result]:
     """All policies behind `context` tokens, in turns; packs lie under `directory` while it runs.
 

@@ -161,7 +161,7 @@ def _nvme_read_bytes(daemon: PrivateDaemon) -> int:
         return int(admin.get_status().counters["nvme_read_bytes"])
 
 
-def _kv_bytes(shape: Mapping[str, int], tokens: int) -> int:
+def _kv_bytes(shape: Shape, tokens: int) -> int:
     heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
     return tokens * heads * 2 * shape["head_dim"] * STORAGE_DTYPES["bfloat16"][1].itemsize
 

@@ -23,6 +23,9 @@ DEMO_QUESTIONS = 100
 # Questions and answers live behind the document.
 DEMO_ROOM = 512
 AGAIN_S = 0.01
+# Read when torch is imported: its threads sleep at the end of each product instead of spinning, which takes the cores
+# from whoever they wait for when these are busy.
+THREADS_SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
 # What installs a package that is missing.
 EXTRAS = {"ray": "serve", "torch": "worker", "safetensors": "worker", "tokenizers": "worker"}
 
@@ -36,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, _end)
     sys.unraisablehook = _end_again
+    for name, value in THREADS_SLEEP.items():
+        os.environ.setdefault(name, value)
     try:
         arguments.run(arguments)
     except ConfigError as error:

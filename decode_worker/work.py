@@ -44,6 +44,7 @@ class Work(Generic[T]):
         self._within = within
         self._awaited: Awaited | None = None
         self._result: T | None = None
+        self._error: BaseException | None = None
         self.ended = False
 
     @property
@@ -60,7 +61,9 @@ class Work(Generic[T]):
     def advance(self, budget_s: float = 0.0) -> bool:
         """Does at least one piece, and more until `budget_s` is over; none while it waits. True once all are done.
 
-        What a piece raises ends the work."""
+        What a piece raises ends the work, and is raised again by whoever goes on with it."""
+        if self._error is not None:
+            raise self._error
         until_s = time.monotonic() + budget_s
         while not self.ended and not self.waiting:
             try:
@@ -68,6 +71,9 @@ class Work(Generic[T]):
                     self._awaited = next(self._pieces)
             except StopIteration as end:
                 self._result, self.ended = end.value, True
+            except BaseException as error:
+                self._error = error
+                raise
             if time.monotonic() >= until_s:
                 break
         return self.ended

@@ -1,9 +1,14 @@
 """Nothing here but what no single test should wait for."""
 
 import contextlib
+import os
 import sys
 
 import pytest
+
+# Before torch is imported, as in the project's commands: threads that spin at the end of each product take the cores
+# from those that they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

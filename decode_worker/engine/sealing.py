@@ -27,7 +27,7 @@ from decode_worker.work import Caller, Pieces, Work
 from kvstore_service.client import NO_PARENT, PackReservation, StoreError
 
 RETRY_S = 1.0
-SEAL_STEPS = 64
+SEAL_STEPS = 128
 STEP_SHARE = 0.25  # of a step's time, which the pieces of all sessions' seals may take together
 PIECES_S_MAX = 0.02
 

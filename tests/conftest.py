@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-# Before torch is imported, as in the project's commands: threads that spin at the end of each product take the cores
-# from those that they wait for.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from decode_worker.config import ENVIRONMENT
+
+os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

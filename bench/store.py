@@ -19,7 +19,8 @@ from decode_worker import _native, packing
 from decode_worker.engine.prefix import reservations
 from decode_worker.policy.plan import RUN_DTYPE, gather_runs
 from decode_worker.records import RecordFormat
-from decode_worker.transport import StagingRing, Transport, raise_for_status
+from decode_worker.transport import Transport, raise_for_status
+from decode_worker.work import Pieces, finish
 from kvstore_service.client import AdminClient, CommittedPack, KindSpec, Layout, PackRef, RingGeometry, StoreClient
 from kvstore_service.client.private import PrivateDaemon
 
@@ -96,17 +97,15 @@ class StoredDocument:
         session = self.client.open_session(layout, self.tokens)
         reserved = self.client.reserve_pack(session, reservations(range(self.tokens), self.transport.pack_tokens))
         uploads = [item.upload_id for item in reserved if item.upload_id is not None]
-        staging = StagingRing(self.transport, self.records.staged_bytes(self.transport.pack_tokens))
         for item, upload in zip(reserved, uploads, strict=True):
-            self._store(staging, upload, item.pack.tokens)
-        staging.flush()
+            finish(self._store(upload, item.pack.tokens))
         committed = [_pack(item) for item in self.client.commit_pack(session, uploads)]
         self.client.attach_packs(session, committed)
         offsets = np.arange(self.layers * self.lanes) * lane_bytes
         windows = np.stack([offsets, np.full_like(offsets, self.places)], axis=1).astype(np.uint64)
         self._epoch = self.client.bind_slot(session, 0, committed, windows)
 
-    def _store(self, staging: StagingRing, upload: int, tokens: int) -> None:
+    def _store(self, upload: int, tokens: int) -> Pieces[None]:
         keys = torch.randn(tokens, self.records.head_dim, generator=torch.Generator().manual_seed(0))
         order = packing.token_order(1, tokens)[0]
 
@@ -116,8 +115,12 @@ class StoredDocument:
             runs["arg"] = [offset + self.records.stage(part, lane, keys, -keys, order) for lane in range(self.lanes)]
             return runs
 
+        staging, part_bytes, posted = self.transport.staging, self.records.staged_bytes(tokens), []
         for layer in range(self.layers):
-            staging.store(layer, fill)
+            yield from staging.room(part_bytes)
+            posted.append(staging.store(layer, part_bytes, fill))
+        for each in posted:
+            each.check()
 
 
 def scratch(parent: str | Path = "/var/tmp") -> tempfile.TemporaryDirectory[str]:

@@ -8,12 +8,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode_worker.config import DEFAULTS, KEYS, ConfigError, WorkerConfig
+from decode_worker.config import DEFAULTS, ENVIRONMENT, KEYS, ConfigError, WorkerConfig
 from decode_worker.model.errors import CheckpointError
 from kvstore_service.client import StoreError
 from kvstore_service.shared.settings import Parser, add_flags, count, number
@@ -37,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, _end)
     sys.unraisablehook = _end_again
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         arguments.run(arguments)
     except ConfigError as error:
@@ -145,6 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--private", action="store_true", help="start a daemon of its own instead of using the node's"
     )
+    generate.add_argument(
+        "--json", action="store_true", help="print one JSON object with the text and the figures instead of the text"
+    )
     generate.set_defaults(run=_generate)
     add_flags(generate, KEYS, DEFAULTS)
     return parser
@@ -172,13 +176,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     from decode_worker.model.sampling import Sampling
 
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.top_k, config.seed)
-    started = time.monotonic()
-    produced = run(
-        config, arguments.prompt_file, arguments.new_tokens, sampling, arguments.stop, private=arguments.private
-    )
-    early = "at a stop text or " if arguments.stop else ""
-    ended = "" if produced == arguments.new_tokens else f"; then the text ended ({early}at its end-of-sequence token)"
-    print(f"\n{produced} tokens in {time.monotonic() - started:.1f} s{ended}", file=sys.stderr)
+    run(
+        config, arguments.prompt_file, arguments.new_tokens, sampling, arguments.stop,
+        private=arguments.private, as_json=arguments.json,
+    )  # fmt: skip
 
 
 def _checked(parse: Callable[[Any], Any]) -> Callable[[str], Any]:

@@ -29,7 +29,11 @@ from kvstore_service.shared.settings import (
     size,
 )
 
-__all__ = ["DEFAULTS", "KEYS", "ConfigError", "WorkerConfig"]
+__all__ = ["DEFAULTS", "ENVIRONMENT", "KEYS", "ConfigError", "WorkerConfig"]
+
+# What our processes set, where nobody has, before they import torch: its threads sleep at the end of each product.
+# Threads that spin take busy cores from the very threads that they wait for.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -162,8 +162,8 @@ def _nvme_read_bytes(daemon: PrivateDaemon) -> int:
 
 
 def _kv_bytes(shape: Shape, tokens: int) -> int:
-    heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
-    return tokens * heads * 2 * shape["head_dim"] * STORAGE_DTYPES["bfloat16"][1].itemsize
+    layers, heads, d = (int(shape[key]) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    return tokens * layers * heads * 2 * d * STORAGE_DTYPES["bfloat16"][1].itemsize
 
 
 def _lacking(kv_bytes: int, directory: Path) -> str:

@@ -148,7 +148,7 @@ def _ask(worker: Any, task: Task, label: str, console: Console) -> Outcome:
     with _bar(console) as bar:
         for question, expected in bar.track(task.questions, description=f"questions, {label}"):
             new_tokens = len(worker.encode(expected))
-            answer = worker.answer(task.document, worker.encode(question), new_tokens)
+            answer = worker.answer(task.document, worker.encode(question), new_tokens, decode_question=True)
             text = worker.decode(answer.tokens)
             answers.append(answer)
             texts.append(text)

@@ -164,7 +164,7 @@ class Policy:
 
         A head that has less must give its old set up first; what it spares, another one can use."""
         misses, missing = self.state.misses.sum(1).numpy(), self.state.missing.sum(1).numpy()
-        offloaded: NDArray[np.bool_] = ~self.settings.resident
+        offloaded = np.logical_not(self.settings.resident)
         if not misses[offloaded].any() or self.settings.attended is not None or self.settings.unit > 1:
             return None
         budgeted = self.settings.budgeted(stored)

@@ -12,6 +12,7 @@ from decode_worker import packing
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import reservations
 from decode_worker.pack_writer import PackWriter
+from decode_worker.work import Caller, finish
 
 KEY_CLUSTERS = 32
 KEY_NOISE = 0.5
@@ -23,8 +24,9 @@ def inject_packs(engine: Engine, ids: Sequence[int], seed: int) -> None:
     Keys lie around KEY_CLUSTERS centres per layer and head, so that selections have some locality, as real keys give.
     Records are ordered by these centres: looking for the clusters anew would take minutes per million tokens.
     """
+    caller = Caller()
     writer = PackWriter(
-        engine.records, engine.retriever, engine.client, engine.transport, engine.catalogue,
+        engine.records, engine.retriever, engine.client, engine.transport, engine.catalogue, caller,
         clustered=engine.config.order == "clustered",
     )  # fmt: skip
     layers, heads, d = engine.layout.layers, engine.records.kv_heads, engine.records.head_dim
@@ -45,10 +47,10 @@ def inject_packs(engine: Engine, ids: Sequence[int], seed: int) -> None:
                 if draft.stored_order is None:
                     draft.stored_order = np.empty((layers, heads, item.tokens), np.uint16)
                 draft.stored_order[layer] = _order(member, engine.config.order == "clustered", generator)
-                writer.store(draft, layer, keys, values[: item.tokens], torch.empty(heads, 0))
-        writer.flush()
-        writer.commit(session, drafts)
+                finish(writer.store(draft, layer, keys, values[: item.tokens], torch.empty(heads, 0)))
+        finish(writer.commit(session, drafts))
     finally:
+        caller.close()
         torch.set_num_threads(threads)
         engine.client.close_session(session)
 

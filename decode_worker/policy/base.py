@@ -55,7 +55,7 @@ class Policy:
         self._views: list[View | None] = [None] * settings.slots
         self._geometries: list[WindowGeometry | None] = [None] * settings.slots
         self._offsets = [0] * settings.slots
-        self._has_offloaded = (~settings.resident).any(axis=1).tolist()
+        self._has_offloaded = [not row.all() for row in settings.resident]
         self._listener: PackListener | None = None
 
     def tell(self, listener: PackListener) -> None:

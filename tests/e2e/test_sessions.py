@@ -79,14 +79,16 @@ def test_a_request_that_fails_leaves_the_others_alone(worker: Worker, monkeypatc
     requests = [Request(random_ids(300, number), 12) for number in range(3)]
     alone = [list(worker.generate(request)) for request in requests]
     engine = worker._engine
-    step, victim = engine.step, requests[1].prompt
+    step, victim = engine.loop.step, requests[1].prompt
 
-    def refuse(sessions: list[object], tokens: list[int]) -> torch.Tensor:
-        if any(session.tokens[:300] == victim and len(session.tokens) > 304 for session in sessions):  # type: ignore[attr-defined]
-            raise StoreError("DATA_LOSS", "a stored block failed its checksum")
-        return step(sessions, tokens)  # type: ignore[arg-type]
+    def refuse(slots: list[int], *step_of: list[int]) -> tuple[torch.Tensor, list[Exception | None]]:
+        logits, faults = step(slots, *step_of)
+        for session in engine._open_sessions:
+            if session.tokens[:300] == victim and len(session.tokens) > 304 and session.slot in slots:
+                faults[slots.index(session.slot)] = StoreError("DATA_LOSS", "a stored block failed its checksum")
+        return logits, faults
 
-    monkeypatch.setattr(engine, "step", refuse)
+    monkeypatch.setattr(engine.loop, "step", refuse)
     scheduler = worker._scheduler
     made = [scheduler.submit(request) for request in requests]
     assert list(scheduler.stream(made[0])) == alone[0]

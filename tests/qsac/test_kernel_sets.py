@@ -12,7 +12,7 @@ from .pretend import HEAD_DIM, Bench, RandomRetriever, settings
 
 CHANGED = (
     "held", "held_places", "held_count", "places", "count", "label", "label_kind", "cover", "generation", "parity",
-    "issued", "stamp", "misses", "missing", "fault", "counters",
+    "issued", "stamp", "chosen", "missing", "fault", "counters",
 )  # fmt: skip
 
 

@@ -133,4 +133,3 @@ def test_heads_may_select_different_numbers(rng, kernels):
         bench.step(failing=0.1)
     counts = [[int(bench.state.count[bench.state.side(layer, 0, head)]) for head in (0, 1)] for layer in (1, 2)]
     assert counts == [[40, 10], [30, 20]]
-

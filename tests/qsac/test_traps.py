@@ -264,7 +264,9 @@ def test_fault_of_one_row_leaves_the_other_alone(kernels, rng):
     assert bench.faults() == [0, 0], "the same token can be tried again"
 
 
-@pytest.mark.parametrize(("aux", "stale_fails", "fault"), [(13, False, 0), (13, True, 13), (DATA_LOSS, False, DATA_LOSS)])
+@pytest.mark.parametrize(
+    ("aux", "stale_fails", "fault"), [(13, False, 0), (13, True, 13), (DATA_LOSS, False, DATA_LOSS)]
+)
 def test_lost_block_is_a_fault_even_where_an_old_set_would_do(kernels, rng, aux, stale_fails, fault):
     bench = settled(kernels, rng, context={"stale_fails": stale_fails}, slack=2.0)
     before = snapshot(bench)

@@ -54,7 +54,6 @@ class Policy:
         self._views: list[View | None] = [None] * settings.slots
         self._geometries: list[WindowGeometry | None] = [None] * settings.slots
         self._offsets = [0] * settings.slots
-        self._has_offloaded = (~settings.resident).any(axis=1).tolist()
         self._listener: PackListener | None = None
 
     def tell(self, listener: PackListener) -> None:
@@ -145,7 +144,7 @@ class Policy:
 
     def selects(self, layer: int) -> bool:
         """Whether any head of the layer needs a query to select with; False: all of them hold every token."""
-        return bool(self._has_offloaded[layer])
+        return not self.settings.resident[layer].all()
 
     def query_kind(self, layer: int) -> QueryKind:
         """Of the query that selects at this layer."""

@@ -104,7 +104,7 @@ def test_label_ahead_of_its_data_is_caught(kernels, rng, name):
         return ticket
 
     bench.plan = plan_and_change
-    with pytest.raises(AssertionError, match="live place|another head's record"):
+    with pytest.raises(AssertionError, match=r"live place|another head's record"):
         test_label_is_never_ahead_of_its_data(bench, "nothing")
 
 

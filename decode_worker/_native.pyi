@@ -1,8 +1,13 @@
 """The worker's native side: ring producer (csrc/ring) and CPU kernels (csrc/cpu). All calls release the GIL."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from decode_worker.kernels.state import HeadState
 
 RUN_DTYPE: np.dtype[np.void]  # of struct Run in csrc/core/ring.h
 OP_GATHER: int
@@ -69,17 +74,18 @@ def attend(
     query: NDArray[np.float32],  # [B, H * g, d]
     window: NDArray[np.uint8],
     base: NDArray[np.uint64],  # [B, H] byte offset of place 0
-    ranges: NDArray[np.int32],  # [B, H, R, 2] (first place, count); count 0 is skipped
+    ranges: NDArray[np.int32],  # [B, H, R, 2] (first place, count), R at most 3; count 0 is skipped
     places: NDArray[np.int32],  # [B, H, K]
     counts: NDArray[np.int32],  # [B, H] how many of `places` count
     dtype: int,
     record_bytes: int,
     scale: float,
     threads: int,
-) -> NDArray[np.float32]:
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Softmax attention of each query head over the records at ranges and places of its KV head.
 
-    Returns [B, H * g, d]."""
+    Returns the output [B, H * g, d], zero over nothing, and the log of the sum of exp(score) [B, H * g], -inf over
+    nothing. Both are the same bits whatever `threads` is."""
 
 def store_token(
     window: NDArray[np.uint8],
@@ -106,24 +112,60 @@ def hash_encode(
     ...
 def hash_select(
     query_codes: NDArray[np.uint64],  # [g, 4]
-    codes: list[NDArray[np.uint64]],  # per pack [n, 4], in record order
+    codes: list[NDArray[np.uint64]],  # per pack [n, 4], in record order; packs from record 0 on without a gap
     maps: list[NDArray[np.uint16]],  # per pack [n], record -> token within the pack
-    first: list[int],  # per pack, its first record = token
     low: int,
     high: int,  # tokens [low, high) only
     k: int,
+    unit: int = 1,
 ) -> NDArray[np.int32]:
-    """The k records of least summed Hamming distance, ties to the lower id; sorted by id; fewer if there are fewer."""
+    """The k units (of `unit` records in a row) of least Hamming distance, summed over g; a unit's is its nearest
+    record's. Ties go to the lower token, of units of more than one record to the lower id. Sorted by id; fewer if
+    there are fewer. ValueError if a pack does not hold whole units."""
 
-def delta(
-    wanted: NDArray[np.int32],  # sorted record ids
-    held: NDArray[np.int32],  # sorted record ids
-    held_places: NDArray[np.int32],
-    free_places: NDArray[np.int32],
-) -> tuple[NDArray[np.int32], NDArray[np.uint32], int]:
-    """Places of `wanted` (kept ones keep theirs, new ones take free places in order), the pairs uint32[m, 2] to
-    fetch, sorted by record, and how many free places were used; used = -1 and no pairs if `free_places` does not
-    suffice."""
+# --- a decode step (decode_worker/kernels/base.py is the contract) over the tensors of a HeadState ---
+
+class Step:
+    def __init__(
+        self,
+        state: HeadState,
+        select: Callable[..., NDArray[np.int32]],  # (layer, slot, head, query, low, high, k, unit) -> ids, ascending
+        projection: NDArray[np.float32] | None,  # [layers, H, d, 256]: selects by hash, and never asks `select`
+        ring: RingProducer | None,
+        window: NDArray[np.uint8],
+        *,
+        reuses: bool,
+        keeps: bool,
+        whole: bool,
+        stamp: int,
+        cos_floor: float,
+        dtype: int,
+        record_bytes: int,
+        scale: float,
+        threads: int,
+        stale_fails: bool,
+        wait_us: int,
+    ) -> None:
+        """Works in place on the tensors of `state`, which must not be replaced; ValueError for what cannot be."""
+    def extend(
+        self,
+        slot: int,
+        first: int,
+        order: NDArray[np.uint16],  # [layers, H, tokens]
+        codes: NDArray[Any] | None,  # uint64[layers, H, tokens, 4]
+    ) -> None: ...
+    def clear(self, slot: int) -> None: ...
+    def begin(self, slots: Tensor, positions: Tensor, rows: int, step: int) -> None:
+        """slots, positions: int32, kept until the next call."""
+    def plan(self, layer: int, query: Tensor, kind: int) -> tuple[bytes, bytes]:
+        """`look_up` without posting: runs (RUN_DTYPE) and pairs (uint32[n, 2])."""
+    def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None: ...
+    def look_up(self, layer: int, query: Tensor, kind: int) -> None: ...
+    def arrive(self, layer: int, key: Tensor, value: Tensor) -> None: ...
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None: ...
+    def await_ticket(self, layer: int) -> None: ...
+    def attend(self, layer: int, query: Tensor, out: Tensor, lse: Tensor) -> None: ...
+    def settle(self, timeout_us: int) -> None: ...
 
 # --- products (csrc/cpu/products.h): tensors of torch, read and written where they are ---
 

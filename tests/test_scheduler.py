@@ -86,9 +86,7 @@ class Pretended:
             raise
         return seat, logits_of(ids)
 
-    def advance(
-        self, sessions: Sequence[Seat], tokens: Sequence[int]
-    ) -> tuple[torch.Tensor, list[Exception | None]]:
+    def advance(self, sessions: Sequence[Seat], tokens: Sequence[int]) -> tuple[torch.Tensor, list[Exception | None]]:
         assert len({id(seat) for seat in sessions}) == len(sessions) <= self.slots
         assert all(seat.open for seat in sessions)
         for fault in self.faults:

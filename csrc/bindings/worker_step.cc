@@ -77,7 +77,7 @@ class StateArrays {
     take("base", heads, state.base);
     take("selected", heads, state.selected);
     take("capacity", heads, state.capacity);
-    take("misses", heads, state.misses);
+    take("chosen", heads, state.chosen);
     take("missing", heads, state.missing);
     take("tau", lanes, state.tau);
     take("weights", lanes * shape.group, state.weights);

@@ -38,8 +38,8 @@ struct HeadState {
   const int64_t* base;      // byte offset of place 0 in the window
   const int32_t* selected;  // k: units that a selection takes
   const int32_t* capacity;  // units that the window has places for
-  int64_t* misses;          // selections since the state was made
-  int64_t* missing;         // units that they had to fetch
+  int64_t* chosen;          // units that selections took since the state was made
+  int64_t* missing;         // of those, what had to be fetched
 
   // [layers][heads]
   const float* tau;

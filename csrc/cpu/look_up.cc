@@ -246,7 +246,8 @@ void LookUp::choose(int layer, const Rows& rows, const float* query, QueryKind k
   const int32_t missing = lane.match();
   wish.cleared = lane.make_room(missing);
   wish.has_old_set &= !wish.cleared;
-  wish.units = missing;
+  wish.chosen = static_cast<int64_t>(scratch.wanted.size());
+  wish.missing = missing;
   lane.place(rows.step, pairs);
   lane.write_held();
   lane.write_places(maps_, limit);
@@ -266,7 +267,7 @@ void LookUp::plan(int layer, const Rows& rows, const float* query, QueryKind kin
   for (int row = 0; row < rows.count; ++row) {
     const int slot = rows.slot[row];
     for (int head = 0; slot >= 0 && head < shape.heads; ++head) {
-      Wish wish{row, slot, head, false, false, 0, 0};
+      Wish wish{row, slot, head, false, false, 0, 0, 0};
       if (state_.is_resident(layer, head)) continue;
       if (misses(layer, slot, head, rows.position[row], query_of(wish), kind)) wishes_.push_back(wish);
     }
@@ -280,8 +281,8 @@ void LookUp::plan(int layer, const Rows& rows, const float* query, QueryKind kin
   for (size_t i = 0; i < wishes_.size(); ++i) {
     const Wish& wish = wishes_[i];
     const size_t at = state_.index(layer, wish.slot, wish.head);
-    ++state_.misses[at];
-    state_.missing[at] += wish.units;
+    state_.chosen[at] += wish.chosen;
+    state_.missing[at] += wish.missing;
     state_.counters[int(Counter::kCleared)] += wish.cleared;
     if (pairs_[i].empty()) {
       state_.commit(layer, wish.slot, wish.head);

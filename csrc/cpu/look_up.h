@@ -40,8 +40,9 @@ struct Wish {
   int row, slot, head;
   bool has_old_set;  // false: without these records the head has nothing coherent to attend to
   bool cleared;
-  int64_t units;  // that have to be fetched
-  int64_t pairs;  // records of them, and sinks
+  int64_t chosen;   // units
+  int64_t missing;  // of those, what has to be fetched
+  int64_t pairs;    // records of that, and sinks
 };
 
 // A layer's ticket: run i is wish i's.

@@ -174,7 +174,7 @@ class ReferenceKernels(Kernels):
         state.cover[then] = limit
         state.issued[layer, slot, head] += 1
         state.generation[then] = state.issued[layer, slot, head]
-        state.misses[layer, slot, head] += 1
+        state.chosen[layer, slot, head] += len(wanted)
         state.missing[layer, slot, head] += len(missing)
         return Wish(slot, head, has_old_set, np.array(sorted(pairs), np.uint32).reshape(-1, 2))
 

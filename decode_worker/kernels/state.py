@@ -67,8 +67,8 @@ class HeadState:
         self.base = torch.zeros(heads, dtype=torch.int64)  # byte offset of place 0
         self.selected = torch.zeros(heads, dtype=torch.int32)  # k, in units
         self.capacity = torch.zeros(heads, dtype=torch.int32)  # in units
-        self.misses = torch.zeros(heads, dtype=torch.int64)  # selections so far
-        self.missing = torch.zeros(heads, dtype=torch.int64)  # units that they had to fetch
+        self.chosen = torch.zeros(heads, dtype=torch.int64)  # units that selections took so far
+        self.missing = torch.zeros(heads, dtype=torch.int64)  # of those, what had to be fetched
 
         layer, head = np.indices(lanes)
         stagger = (layer * settings.kv_heads + head) % STAGGER

@@ -7,12 +7,16 @@ import torch
 from decode_worker.kernels.state import HeadState
 
 
+def first_tail(state: HeadState, layer: int, slot: int, head: int) -> int:
+    """The first tail place of an offloaded head."""
+    return state.shape.sink + int(state.capacity[layer, slot, head]) * state.shape.unit
+
+
 def place_of_token(state: HeadState, layer: int, slot: int, head: int, position: int) -> int:
     """A token that the worker writes: at its position in a resident head, else in the tail."""
     if state.resident[layer, head]:
         return position
-    first_tail = state.shape.sink + int(state.capacity[layer, slot, head]) * state.shape.unit
-    return first_tail + position % state.shape.tail
+    return first_tail(state, layer, slot, head) + position % state.shape.tail
 
 
 def attended_places(state: HeadState, layer: int, slot: int, head: int, position: int) -> torch.Tensor:
@@ -21,9 +25,8 @@ def attended_places(state: HeadState, layer: int, slot: int, head: int, position
         return torch.arange(position + 1)
     at = state.side(layer, slot, head)
     cover = int(state.cover[at])
-    tail = [place_of_token(state, layer, slot, head, token) for token in range(cover, position + 1)]
     return torch.cat([
         torch.arange(min(cover, state.shape.sink)),
-        torch.tensor(tail, dtype=torch.int64),
+        first_tail(state, layer, slot, head) + torch.arange(cover, position + 1) % state.shape.tail,
         state.places[at][: int(state.count[at])].long(),
     ])  # fmt: skip

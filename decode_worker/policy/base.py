@@ -55,7 +55,6 @@ class Policy:
         self._views: list[View | None] = [None] * settings.slots
         self._geometries: list[WindowGeometry | None] = [None] * settings.slots
         self._offsets = [0] * settings.slots
-        self._has_offloaded = [not row.all() for row in settings.resident]
         self._listener: PackListener | None = None
 
     def tell(self, listener: PackListener) -> None:
@@ -146,7 +145,7 @@ class Policy:
 
     def selects(self, layer: int) -> bool:
         """Whether any head of the layer needs a query to select with; False: all of them hold every token."""
-        return bool(self._has_offloaded[layer])
+        return not self.settings.resident[layer].all()
 
     def query_kind(self, layer: int) -> QueryKind:
         """Of the query that selects at this layer."""
@@ -163,14 +162,13 @@ class Policy:
         while the new one arrives. None as long as no head has missed.
 
         A head that has less must give its old set up first; what it spares, another one can use."""
-        misses, missing = self.state.misses.sum(1).numpy(), self.state.missing.sum(1).numpy()
+        chosen, missing = self.state.chosen.sum(1).numpy(), self.state.missing.sum(1).numpy()
         offloaded = np.logical_not(self.settings.resident)
-        if not misses[offloaded].any() or self.settings.attended is not None or self.settings.unit > 1:
+        if not chosen[offloaded].any() or self.settings.attended is not None or self.settings.unit > 1:
             return None
         budgeted = self.settings.budgeted(stored)
         pool = self.settings.spare(stored) * int(offloaded.sum())
-        mean_k = np.maximum(self.state.selected.amax(1).numpy() * self.settings.unit, 1)
-        share = np.where(misses > 0, missing / np.maximum(misses, 1) / mean_k, 1.0)
+        share = np.where(chosen > 0, missing / np.maximum(chosen, 1), 1.0)
         wanted = np.ceil(SPARE_MARGIN * share * budgeted).astype(np.int64)
         spare = np.zeros(offloaded.shape, np.int32)
         for at in np.argsort(wanted, axis=None, kind="stable"):

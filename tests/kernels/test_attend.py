@@ -16,17 +16,17 @@ PLACES = 400
 class Lanes:
     """Random records of [B, H] lanes and a window that holds them."""
 
-    def __init__(self, rng, batch, heads, group, d, dtype):
+    def __init__(self, rng, batch, heads, group, d, dtype, places=PLACES):
         self.batch, self.heads, self.d, self.dtype = batch, heads, d, dtype
         element = 4 if dtype == FLOAT32 else 2
         self.record_bytes = -(-2 * d * element // 64) * 64
-        rows = rng.standard_normal((batch * heads * PLACES, self.record_bytes // element), dtype=np.float32)
+        rows = rng.standard_normal((batch * heads * places, self.record_bytes // element), dtype=np.float32)
         stored = torch.from_numpy(rows)
         if dtype == BFLOAT16:
             stored = stored.bfloat16()
         self.window = stored.view(torch.uint8).numpy().reshape(-1).copy()
-        self.records = stored.double().numpy().reshape(batch, heads, PLACES, -1)
-        self.base = (np.arange(batch * heads) * PLACES * self.record_bytes).astype(np.uint64).reshape(batch, heads)
+        self.records = stored.double().numpy().reshape(batch, heads, places, -1)
+        self.base = (np.arange(batch * heads) * places * self.record_bytes).astype(np.uint64).reshape(batch, heads)
         self.query = rng.standard_normal((batch, heads * group, d), dtype=np.float32)
         self.scale = d**-0.5
 
@@ -37,7 +37,7 @@ class Lanes:
         )  # fmt: skip
 
     def reference(self, ranges, places, counts):
-        out = np.zeros_like(self.query)
+        out, lse = np.zeros_like(self.query), np.full(self.query.shape[:2], -np.inf, np.float32)
         group = self.query.shape[1] // self.heads
         for b, h in np.ndindex(self.batch, self.heads):
             held = [np.arange(first, first + count) for first, count in ranges[b, h]]
@@ -48,7 +48,8 @@ class Lanes:
                 score = rows[:, : self.d] @ self.query[b, i].astype(np.float64) * self.scale
                 weight = np.exp(score - score.max())
                 out[b, i] = weight @ rows[:, self.d : 2 * self.d] / weight.sum()
-        return out
+                lse[b, i] = score.max() + np.log(weight.sum())
+        return out, lse
 
 
 def random_segments(rng, batch, heads, places_max=150):
@@ -66,16 +67,51 @@ def test_equals_numpy_on_ranges_and_places(level, rng, d, dtype):
     for group in (1, 2, 3, 4, 7, 8):
         lanes = Lanes(rng, 2, 2, group, d, dtype)
         segments = random_segments(rng, 2, 2)
+        expected = lanes.reference(*segments)
         for threads in (1, 3):
-            np.testing.assert_allclose(lanes.attend(*segments, threads), lanes.reference(*segments), atol=2e-5)
+            for got, wanted in zip(lanes.attend(*segments, threads), expected, strict=True):
+                np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
-def test_a_lane_without_records_gives_zeros(level, rng):
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_result_does_not_depend_on_the_number_of_threads(level, rng, dtype):
+    """Lanes on both sides of a part's 1024 records, some of them empty."""
+    length = 5000
+    lanes = Lanes(rng, 2, 3, 4, 64, dtype, places=length)
+    counts = np.array([[1024, 1025, 0], [2048, 3500, 1]], np.int32)
+    ranges = np.zeros((2, 3, 3, 2), np.int32)
+    ranges[..., 0] = rng.integers(0, 1000, (2, 3, 3))
+    ranges[..., 1] = [[(0, 0, 0), (4, 0, 576), (0, 0, 0)], [(4, 1, 0), (4, 300, 276), (2000, 500, 1)]]
+    places = np.stack([rng.permutation(length)[:3500] for _ in range(6)]).reshape(2, 3, 3500).astype(np.int32)
+    segments = (ranges, places, counts)
+    out, lse = lanes.attend(*segments, 1)
+    for got, wanted in zip((out, lse), lanes.reference(*segments), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
+    for threads in (2, 3, 7):
+        again = lanes.attend(*segments, threads)
+        assert again[0].tobytes() == out.tobytes()
+        assert again[1].tobytes() == lse.tobytes()
+
+
+def test_attention_over_two_halves_joins_by_the_log_sum_exp(level, rng):
+    lanes = Lanes(rng, 1, 2, 4, 64, FLOAT32)
+    places, counts = np.zeros((1, 2, 1), np.int32), np.zeros((1, 2), np.int32)
+    (whole, total), *halves = (
+        lanes.attend(np.array([[[[first, count]]] * 2], np.int32), places, counts)
+        for first, count in ((0, 300), (0, 120), (120, 180))
+    )
+    joined = sum(out * np.exp(lse - total)[..., None] for out, lse in halves)
+    np.testing.assert_allclose(joined, whole, atol=2e-5)
+
+
+def test_lane_without_records_gives_zeros(level, rng):
     lanes = Lanes(rng, 1, 2, 4, 64, BFLOAT16)
     ranges = np.zeros((1, 2, 1, 2), np.int32)
     ranges[0, 1, 0] = (0, 1)
-    out = lanes.attend(ranges, np.zeros((1, 2, 1), np.int32), np.zeros((1, 2), np.int32))
+    out, lse = lanes.attend(ranges, np.zeros((1, 2, 1), np.int32), np.zeros((1, 2), np.int32))
     assert (out[0, :4] == 0).all()
+    assert (lse[0, :4] == -np.inf).all()
+    assert np.isfinite(lse[0, 4:]).all()
     np.testing.assert_allclose(out[0, 4:], np.tile(lanes.records[0, 1, 0, 64:128], (4, 1)), rtol=1e-6)
 
 
@@ -84,7 +120,8 @@ def test_large_scores_neither_overflow_nor_vanish(level, rng):
     lanes.query *= 1000
     segments = random_segments(rng, 1, 1)
     segments[2][:] = 150
-    np.testing.assert_allclose(lanes.attend(*segments), lanes.reference(*segments), atol=1e-3)
+    for got, wanted in zip(lanes.attend(*segments), lanes.reference(*segments), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-3)
 
 
 def test_the_order_of_places_does_not_matter(level, rng):
@@ -93,9 +130,9 @@ def test_the_order_of_places_does_not_matter(level, rng):
     places = rng.permutation(PLACES).astype(np.int32)[None, None]
     count = np.array([[PLACES]], np.int32)
     whole = np.array([[[[0, PLACES]]]], np.int32)
-    np.testing.assert_allclose(
-        lanes.attend(none, places, count), lanes.attend(whole, places, np.zeros((1, 1), np.int32)), atol=1e-5
-    )
+    scattered, in_a_row = lanes.attend(none, places, count), lanes.attend(whole, places, np.zeros((1, 1), np.int32))
+    for got, wanted in zip(scattered, in_a_row, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
 def test_places_outside_the_window_are_refused(rng):
@@ -106,6 +143,8 @@ def test_places_outside_the_window_are_refused(rng):
             lanes.attend(none, np.full((1, 1, 1), place, np.int32), one)
     with pytest.raises(ValueError, match="outside"):
         lanes.attend(np.array([[[[PLACES - 1, 2]]]], np.int32), np.zeros((1, 1, 1), np.int32), 0 * one)
+    with pytest.raises(ValueError, match="R up to 3"):
+        lanes.attend(np.zeros((1, 1, 4, 2), np.int32), np.zeros((1, 1, 1), np.int32), 0 * one)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

@@ -1,10 +1,10 @@
-"""Similarity, hash and delta kernels against NumPy."""
+"""Similarity and hash kernels against NumPy."""
 
 import numpy as np
 import pytest
 
 from decode_worker import _native
-from decode_worker.retrieval.hash import encode_reference, select_reference
+from decode_worker.retrieval.hash import encode_reference
 
 FLOOR = 1e-3
 
@@ -68,52 +68,69 @@ def test_hash_encode_equals_numpy_where_rounding_cannot_decide(level, rng):
         assert (np.abs(exact[bits]) < 1e-3).all()
 
 
+def select_reference(query, codes, maps, low, high, k, unit=1):
+    """`hash_select` by a full sort: the nearest, then the lower tokens; of larger units the lower ids."""
+    sizes = [len(m) for m in maps]
+    firsts = np.repeat(np.cumsum([0, *sizes])[:-1], sizes)
+    tokens = np.concatenate(maps).astype(np.int64) + firsts
+    distance = np.bitwise_count(np.concatenate(codes)[:, None] ^ query[None]).sum(axis=(1, 2), dtype=np.int64)
+    outside = 1 << 20
+    distance[(tokens < low) | (tokens >= high)] = outside
+    nearest = distance.reshape(-1, unit).min(axis=1)
+    ranked = np.lexsort((tokens if unit == 1 else np.arange(len(nearest)), nearest))
+    return np.sort([unit for unit in ranked[:k].tolist() if nearest[unit] < outside])
+
+
 def random_packs(rng, count, alike):
     sizes = [256 * int(rng.integers(1, 5)) for _ in range(count)]
-    first = [0, *np.cumsum(sizes).tolist()][:count]
     maps = [rng.permutation(size).astype(np.uint16) for size in sizes]
     codes = [rng.integers(0, 2**64, (size, 4), dtype=np.uint64) for size in sizes]
     if alike:  # few distinct distances: many ties
         codes = [c & np.uint64(1) for c in codes]
-    return codes, maps, first, sum(sizes)
+    return codes, maps, sum(sizes)
 
 
+@pytest.mark.parametrize("unit", [1, 8, 32])
 @pytest.mark.parametrize("alike", [False, True], ids=["random", "ties"])
-def test_hash_select_equals_numpy(level, rng, alike):
+def test_hash_select_equals_numpy(level, rng, alike, unit):
     for group in (1, 2, 3, 4, 5, 7, 8, 16):
-        codes, maps, first, total = random_packs(rng, int(rng.integers(1, 6)), alike)
+        codes, maps, total = random_packs(rng, int(rng.integers(1, 6)), alike)
         query = rng.integers(0, 2**64, (group, 4), dtype=np.uint64)
         high = int(rng.integers(0, total + 100))
         for k in (0, 1, 37, total // 10, total, total + 5):
-            found = _native.hash_select(query, codes, maps, first, 4, high, k)
-            np.testing.assert_array_equal(found, select_reference(query, codes, maps, first, 4, high, k))
+            found = _native.hash_select(query, codes, maps, 4, high, k, unit)
+            np.testing.assert_array_equal(found, select_reference(query, codes, maps, 4, high, k, unit))
 
 
-def test_hash_select_gives_ties_to_the_lower_record(level):
+def test_hash_select_of_nothing_is_empty(level):
+    assert _native.hash_select(np.zeros((2, 4), np.uint64), [], [], 4, 100, 5).tolist() == []
+
+
+def test_hash_select_gives_ties_to_the_lower_token(level):
+    """Records in reverse: token 255 - record in the first pack, 256 + 255 - (record - 256) in the second."""
     codes = [np.zeros((256, 4), np.uint64), np.zeros((256, 4), np.uint64)]
     maps = [np.arange(255, -1, -1, dtype=np.uint16)] * 2
     query = np.zeros((4, 4), np.uint64)
-    found = _native.hash_select(query, codes, maps, [0, 256], 4, 300, 5)
-    assert found.tolist() == [0, 1, 2, 3, 4]
+    found = _native.hash_select(query, codes, maps, 4, 300, 5)
+    assert found.tolist() == [247, 248, 249, 250, 251], "tokens 8 down to 4"
+    assert _native.hash_select(query, codes, maps, 4, 300, 254)[-2:].tolist() == [510, 511], "tokens 257 and 256"
     codes[1][17] = 1
     query[:] = 1  # record 273 is the nearest; its token 256 + 255 - 17 lies above the limit of 300
-    assert 273 not in _native.hash_select(query, codes, maps, [0, 256], 4, 300, 5)
-    assert _native.hash_select(query, codes, maps, [0, 256], 4, 512, 3).tolist() == [0, 1, 273]
+    assert 273 not in _native.hash_select(query, codes, maps, 4, 300, 5)
+    assert _native.hash_select(query, codes, maps, 4, 512, 3).tolist() == [250, 251, 273]
 
 
-def test_delta_keeps_places_and_fetches_the_rest(rng):
-    for _ in range(50):
-        held = np.sort(rng.permutation(500)[: rng.integers(0, 100)]).astype(np.int32)
-        wanted = np.sort(rng.permutation(500)[: rng.integers(0, 100)]).astype(np.int32)
-        places = rng.permutation(300).astype(np.int32)
-        held_places, free = places[: len(held)], places[100 : 100 + int(rng.integers(0, 120))]
-        got, pairs, used = _native.delta(wanted, held, held_places, free)
-        missing = np.setdiff1d(wanted, held)
-        if len(missing) > len(free):
-            assert (used, len(pairs)) == (-1, 0)
-            continue
-        place_of = dict(zip(held.tolist(), held_places.tolist(), strict=True))
-        place_of |= dict(zip(missing.tolist(), free.tolist(), strict=False))
-        assert got.tolist() == [place_of[r] for r in wanted.tolist()]
-        assert pairs.tolist() == [[r, place_of[r]] for r in missing.tolist()]
-        assert used == len(missing)
+def test_hash_select_gives_ties_of_units_to_the_lower_id(level):
+    codes, maps = [np.zeros((256, 4), np.uint64)], [np.arange(255, -1, -1, dtype=np.uint16)]
+    query = np.zeros((4, 4), np.uint64)
+    assert _native.hash_select(query, codes, maps, 4, 250, 3, 8).tolist() == [0, 1, 2], "unit 0: tokens 248 and 249"
+    assert _native.hash_select(query, codes, maps, 4, 240, 3, 8).tolist() == [2, 3, 4]
+    codes[0][100] = 1
+    query[:] = 1
+    assert _native.hash_select(query, codes, maps, 4, 250, 2, 8).tolist() == [0, 12]
+
+
+def test_hash_select_refuses_packs_of_broken_units():
+    query, codes, maps = np.zeros((1, 4), np.uint64), [np.zeros((12, 4), np.uint64)], [np.arange(12, dtype=np.uint16)]
+    with pytest.raises(ValueError, match="whole units"):
+        _native.hash_select(query, codes, maps, 0, 12, 1, 8)

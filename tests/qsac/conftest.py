@@ -3,6 +3,16 @@ import time
 
 import numpy as np
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors here are small: threads would only wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

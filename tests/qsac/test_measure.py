@@ -12,7 +12,7 @@ from decode_worker.calibration import measure
 from decode_worker.calibration.profile import Profile
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.transformer import Transformer
-from decode_worker.retrieval.hash import encode_reference, select_reference
+from decode_worker.retrieval.hash import encode_reference
 
 LAYERS, HEADS, GROUP, DIM, HIDDEN, FFN, VOCAB = 3, 2, 2, 16, 32, 48, 61
 STORED = 96
@@ -163,8 +163,8 @@ def test_the_simulated_selection_is_the_retrievers(model, case):
     projection, centre = (x[layer, head] for x in profile.hash_parameters(LAYERS, HEADS, DIM))
     asked = encode_reference(query[0, 0].unflatten(0, (HEADS, GROUP))[head].numpy(), projection, centre)
     codes = encode_reference(keys[head].numpy(), projection, centre)
-    order = np.arange(STORED, dtype=np.uint16)
-    assert found.tolist() == select_reference(asked, [codes], [order], [0], LIMITS.sink, limit, 10).tolist()
+    differing = np.bitwise_count(codes[:, None] ^ asked).sum(axis=(1, 2), dtype=np.int64)[LIMITS.sink : limit]
+    assert found.tolist() == sorted((LIMITS.sink + np.argsort(differing, kind="stable")[:10]).tolist())
 
 
 def test_simulated_hits_keep_the_set_and_misses_replace_it(model, case):

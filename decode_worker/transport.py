@@ -16,18 +16,7 @@ from decode_worker.policy.plan import NO_PAIRS, Ticket
 from decode_worker.window.base import WINDOWS, Window
 from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 
-# grpc.StatusCode numbers that a run's `aux` carries (enum Fault in csrc/core/ring.h).
-FAULT_NAMES = {
-    3: "INVALID_ARGUMENT",
-    5: "NOT_FOUND",
-    8: "RESOURCE_EXHAUSTED",
-    9: "FAILED_PRECONDITION",
-    10: "ABORTED",
-    13: "INTERNAL",
-    14: "UNAVAILABLE",
-    15: "DATA_LOSS",
-}
-DATA_LOSS = 15
+DATA_LOSS = _native.FAULT_DATA_LOSS
 LATE_RETRY_S = 1.0  # after runs whose disk reads or writes were too slow
 BEAT_MARGIN_NS = 500_000_000  # a beat comes every 50 ms, but a loaded machine may delay it
 
@@ -149,7 +138,7 @@ def raise_for_status(statuses: NDArray[np.uint32]) -> None:
         return
     status, fault = max((int(s), int(f)) for s, f in failed)
     worst = DATA_LOSS if DATA_LOSS in failed[:, 1] else fault
-    name = FAULT_NAMES.get(worst, "ABORTED" if status == _native.STATUS_STALE else "INTERNAL")
+    name = _native.FAULT_NAMES.get(worst, "ABORTED" if status == _native.STATUS_STALE else "INTERNAL")
     retry_after_s = LATE_RETRY_S if name == "UNAVAILABLE" else None
     raise StoreError(name, f"{len(failed)} of {len(statuses)} transfers failed in the store ({name})", retry_after_s)
 

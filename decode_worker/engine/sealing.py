@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, token_digest
+from decode_worker.engine.prefix import token_digest
 from decode_worker.engine.session import Session
 from decode_worker.failures import refused_for_now
 from decode_worker.pack_writer import PackWriter
@@ -16,7 +16,7 @@ from decode_worker.packs import PackCatalogue
 from decode_worker.policy.base import Policy
 from decode_worker.records import RecordFormat
 from decode_worker.transport import Transport
-from kvstore_service.client import NO_PARENT, PackReservation, StoreError
+from kvstore_service.client import HASH_BLOCK_TOKENS, NO_PARENT, PackReservation, StoreError
 
 RETRY_S = 1.0
 

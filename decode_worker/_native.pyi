@@ -15,10 +15,27 @@ OP_RANGE: int
 OP_STORE: int
 OP_PROMOTE: int  # a hint: nothing is answered
 OP_CANCEL: int  # arg = an earlier ticket of this ring; its open runs end in ERROR/ABORTED
+STATUS_NONE: int  # not terminal
 STATUS_OK: int
+STATUS_MISS: int
 STATUS_ERROR: int
 STATUS_STALE: int
 STATUS_POISON: int
+FAULT_INVALID_ARGUMENT: int  # why a run ended in ERROR
+FAULT_NOT_FOUND: int
+FAULT_RESOURCE_EXHAUSTED: int
+FAULT_FAILED_PRECONDITION: int
+FAULT_ABORTED: int
+FAULT_INTERNAL: int
+FAULT_UNAVAILABLE: int
+FAULT_DATA_LOSS: int
+FAULT_NAMES: dict[int, str]  # as gRPC calls them
+FAULT_TAIL_FULL: int  # of a step's row
+FAULT_NOT_POSTED: int
+DTYPE_FLOAT32: int
+DTYPE_BFLOAT16: int
+DTYPE_FLOAT16: int
+DTYPE_UINT8: int
 
 class RingError(RuntimeError): ...
 class NoCredit(RingError): ...  # the oldest ticket has not been consumed or collected yet

@@ -8,8 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Codes of enum Dtype in csrc/core/pack.h.
-STORAGE_DTYPES = {"float32": (1, torch.float32), "bfloat16": (2, torch.bfloat16)}
+from decode_worker import _native
+
+STORAGE_DTYPES = {
+    "float32": (_native.DTYPE_FLOAT32, torch.float32),
+    "bfloat16": (_native.DTYPE_BFLOAT16, torch.bfloat16),
+}
 RECORD_ALIGN = 64
 
 

@@ -17,19 +17,7 @@ from decode_worker.window.base import WINDOWS, Window
 from decode_worker.work import Pieces
 from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 
-# grpc.StatusCode numbers that a run's `aux` carries (enum Fault in csrc/core/ring.h).
-FAULT_NAMES = {
-    3: "INVALID_ARGUMENT",
-    5: "NOT_FOUND",
-    8: "RESOURCE_EXHAUSTED",
-    9: "FAILED_PRECONDITION",
-    10: "ABORTED",
-    13: "INTERNAL",
-    14: "UNAVAILABLE",
-    15: "DATA_LOSS",
-}
-ABORTED = 10
-DATA_LOSS = 15
+DATA_LOSS, ABORTED = _native.FAULT_DATA_LOSS, _native.FAULT_ABORTED
 LATE_RETRY_S = 1.0  # after runs whose disk reads or writes were too slow
 PART_ALIGN = 64
 BEAT_MARGIN_NS = 500_000_000  # a beat comes every 50 ms, but a loaded machine may delay it
@@ -153,7 +141,7 @@ def raise_for_status(statuses: NDArray[np.uint32]) -> None:
 
 def fault_of(code: int, what: str = "a transfer") -> StoreError:
     """code: enum Fault in csrc/core/ring.h."""
-    name = FAULT_NAMES.get(code, "INTERNAL")
+    name = _native.FAULT_NAMES.get(code, "INTERNAL")
     return StoreError(name, f"{what} failed in the store ({name})", LATE_RETRY_S if name == "UNAVAILABLE" else None)
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 BLOCK_BYTES: int
 HASH_BLOCK_TOKENS: int
+PACK_TOKENS_MAX: int
 PACK_VERSION: int
 RING_VERSION: int
 WINDOW_KINDS: tuple[str, ...]  # the best one first
@@ -32,7 +33,7 @@ class KindSpec:
 class PackSpec:
     """What a pack's header says. `pack_id`, `parent`, `fingerprint`: 32 bytes; `build`: 16 bytes.
 
-    `tokens` is a multiple of 256 (HASH_BLOCK_TOKENS), at most 16384; extent_blocks is 1..16."""
+    `tokens` is a multiple of HASH_BLOCK_TOKENS, at most PACK_TOKENS_MAX; extent_blocks is 1..16."""
 
     def __init__(
         self,

@@ -297,6 +297,7 @@ void bind_data_plane(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.attr("BLOCK_BYTES") = kBlockBytes;
   m.attr("HASH_BLOCK_TOKENS") = kHashBlockTokens;
+  m.attr("PACK_TOKENS_MAX") = kPackTokensMax;
   m.attr("PACK_VERSION") = kPackVersion;
   m.attr("RING_VERSION") = kRingVersion;
   m.attr("WINDOW_KINDS") = nb::tuple(nb::cast(window_kinds()));

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/pack.h"
 #include "ring/producer.h"
 
 namespace nb = nanobind;
@@ -74,6 +75,36 @@ nb::object run_dtype() {
   return nb::module_::import_("numpy").attr("dtype")(fields);
 }
 
+template <typename Code>
+struct Named {
+  const char* name;
+  Code code;
+};
+
+constexpr Named<Op> kOps[] = {{"GATHER", Op::kGather},
+                              {"RANGE", Op::kRange},
+                              {"STORE", Op::kStore},
+                              {"PROMOTE", Op::kPromote},
+                              {"CANCEL", Op::kCancel}};
+
+constexpr Named<Status> kStatuses[] = {{"NONE", Status::kNone},   {"OK", Status::kOk},
+                                       {"MISS", Status::kMiss},   {"ERROR", Status::kError},
+                                       {"STALE", Status::kStale}, {"POISON", Status::kPoison}};
+
+constexpr Named<Fault> kFaults[] = {{"INVALID_ARGUMENT", Fault::kInvalidArgument},
+                                    {"NOT_FOUND", Fault::kNotFound},
+                                    {"RESOURCE_EXHAUSTED", Fault::kResourceExhausted},
+                                    {"FAILED_PRECONDITION", Fault::kFailedPrecondition},
+                                    {"ABORTED", Fault::kAborted},
+                                    {"INTERNAL", Fault::kInternal},
+                                    {"UNAVAILABLE", Fault::kUnavailable},
+                                    {"DATA_LOSS", Fault::kDataLoss}};
+
+constexpr Named<Dtype> kDtypes[] = {{"FLOAT32", Dtype::kFloat32},
+                                    {"BFLOAT16", Dtype::kBfloat16},
+                                    {"FLOAT16", Dtype::kFloat16},
+                                    {"UINT8", Dtype::kUint8}};
+
 }  // namespace
 
 void bind_ring(nb::module_& m) {
@@ -82,15 +113,15 @@ void bind_ring(nb::module_& m) {
   nb::exception<RingTimeout>(m, "RingTimeout", ring_error.ptr());
   nb::exception<RingPoisoned>(m, "RingPoisoned", ring_error.ptr());
 
-  m.attr("OP_GATHER") = uint32_t(Op::kGather);
-  m.attr("OP_RANGE") = uint32_t(Op::kRange);
-  m.attr("OP_STORE") = uint32_t(Op::kStore);
-  m.attr("OP_PROMOTE") = uint32_t(Op::kPromote);
-  m.attr("OP_CANCEL") = uint32_t(Op::kCancel);
-  m.attr("STATUS_OK") = uint32_t(Status::kOk);
-  m.attr("STATUS_ERROR") = uint32_t(Status::kError);
-  m.attr("STATUS_STALE") = uint32_t(Status::kStale);
-  m.attr("STATUS_POISON") = uint32_t(Status::kPoison);
+  for (const auto& [name, op] : kOps) m.attr(("OP_" + std::string(name)).c_str()) = uint32_t(op);
+  for (const auto& [name, status] : kStatuses) m.attr(("STATUS_" + std::string(name)).c_str()) = uint32_t(status);
+  for (const auto& [name, dtype] : kDtypes) m.attr(("DTYPE_" + std::string(name)).c_str()) = uint32_t(dtype);
+  nb::dict fault_names;
+  for (const auto& [name, fault] : kFaults) {
+    m.attr(("FAULT_" + std::string(name)).c_str()) = uint32_t(fault);
+    fault_names[nb::int_(uint32_t(fault))] = name;
+  }
+  m.attr("FAULT_NAMES") = fault_names;
   m.attr("RUN_DTYPE") = run_dtype();
 
   nb::class_<RingProducer>(m, "RingProducer")

@@ -270,6 +270,8 @@ class BoundStep {
 }  // namespace
 
 void bind_step(nb::module_& m) {
+  m.attr("FAULT_TAIL_FULL") = int32_t(StepFault::kTailFull);
+  m.attr("FAULT_NOT_POSTED") = int32_t(StepFault::kNotPosted);
   nb::class_<BoundStep>(m, "Step")
       .def(nb::init<nb::object, nb::object, std::optional<Array<const float>>, nb::object, Array<uint8_t>, bool, bool,
                     bool, int, float, int, size_t, float, int, bool, uint64_t>(),

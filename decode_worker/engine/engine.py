@@ -14,7 +14,7 @@ from decode_worker.engine.computing import computing
 from decode_worker.engine.pack_reader import PackReader
 from decode_worker.engine.prefill import Prefill, Prefilled, Progress, StoredPrefix, reusable
 from decode_worker.engine.prefill import computing as prefill_computing
-from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates
+from decode_worker.engine.prefix import candidates
 from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
@@ -33,6 +33,7 @@ from decode_worker.retrieval.base import make_retriever
 from decode_worker.transport import Transport
 from decode_worker.work import Caller, Pieces, Work, finish
 from kvstore_service.client import (
+    HASH_BLOCK_TOKENS,
     KindSpec,
     Layout,
     PackRef,

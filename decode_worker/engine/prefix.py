@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_service.client import NO_PARENT, PackReservation, PrefixCandidate
+from kvstore_service.client import HASH_BLOCK_TOKENS, NO_PARENT, PackReservation, PrefixCandidate
 
-HASH_BLOCK_TOKENS = 256
 EXACT = b""
 _TAG = b"headgate KV computed under "
 

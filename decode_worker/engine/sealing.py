@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, token_digest
+from decode_worker.engine.prefix import token_digest
 from decode_worker.engine.session import Session
 from decode_worker.failures import is_lost
 from decode_worker.pack_writer import PackDraft, PackWriter
@@ -24,7 +24,7 @@ from decode_worker.policy.settings import SEAL_TOKENS, STAGGER
 from decode_worker.records import RecordFormat
 from decode_worker.transport import Transport
 from decode_worker.work import Caller, Pieces, Work
-from kvstore_service.client import NO_PARENT, PackReservation, StoreError
+from kvstore_service.client import HASH_BLOCK_TOKENS, NO_PARENT, PackReservation, StoreError
 
 RETRY_S = 1.0
 SEAL_STEPS = 128

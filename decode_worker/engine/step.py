@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from decode_worker import _native
 from decode_worker.failures import INTERRUPTED_S
 from decode_worker.kernels.base import Kernels, Rows
 from decode_worker.kernels.products.base import Products
@@ -25,7 +26,6 @@ from kvstore_service.client import StoreError
 
 TRACED_LAYERS_MAX = 4096
 INTERRUPTED_US = int(INTERRUPTED_S * 1e6)
-TAIL_FULL = -1  # enum class StepFault in csrc/cpu/head_state.h
 STEPS = Counters.NAMES.index("steps")
 
 
@@ -159,7 +159,7 @@ class DecodeLoop:
         return [self._fault(codes[slot]) for slot in slots]
 
     def _fault(self, code: int) -> StoreError | TailFull | None:
-        if code == TAIL_FULL:
+        if code == _native.FAULT_TAIL_FULL:
             tail = self._policy.settings.tail
             return TailFull(f"a tail of {tail} tokens is full of tokens that no pack holds; raise tail")
         return fault_of(code) if code else None

@@ -17,8 +17,6 @@ from decode_worker.policy.plan import QueryKind, Ticket, gather_runs
 from decode_worker.retrieval.view import StoredPack, View
 
 COUNTER = {name: place for place, name in enumerate(Counters.NAMES)}
-# enum class StepFault in csrc/cpu/head_state.h, and Fault in csrc/core/ring.h
-TAIL_FULL, NOT_POSTED, ABORTED, INTERNAL, DATA_LOSS = -1, -2, 10, 13, 15
 STORAGE = {1: torch.float32, 2: torch.bfloat16}
 
 
@@ -210,11 +208,17 @@ class ReferenceKernels(Kernels):
             self._count("errors", statuses is not None)
             self._count("stale", wish.has_old_set)
             aux = 0 if statuses is None else int(statuses[i, 1])
-            if not wish.has_old_set or self.context.stale_fails or aux == DATA_LOSS:
+            if not wish.has_old_set or self.context.stale_fails or aux == _native.FAULT_DATA_LOSS:
                 if statuses is None:
-                    self._fail(wish.slot, NOT_POSTED)
+                    self._fail(wish.slot, _native.FAULT_NOT_POSTED)
                 else:
-                    self._fail(wish.slot, aux or (ABORTED if statuses[i, 0] == _native.STATUS_STALE else INTERNAL))
+                    self._fail(
+                        wish.slot,
+                        aux
+                        or (
+                            _native.FAULT_ABORTED if statuses[i, 0] == _native.STATUS_STALE else _native.FAULT_INTERNAL
+                        ),
+                    )
 
     def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.await_ticket(layer)
@@ -226,7 +230,7 @@ class ReferenceKernels(Kernels):
             for head in range(state.shape.heads if slot >= 0 else 0):
                 cover = int(state.cover[state.side(layer, slot, head)])
                 if not state.resident[layer, head] and position - cover >= state.shape.tail:
-                    self._fail(slot, TAIL_FULL)
+                    self._fail(slot, _native.FAULT_TAIL_FULL)
                     break
                 place = place_of_token(state, layer, slot, head, position)
                 record = torch.cat((key[row, head], value[row, head])).to(STORAGE[self.context.dtype])
@@ -274,7 +278,7 @@ class ReferenceKernels(Kernels):
 
     def _fail(self, slot: int, fault: int) -> None:
         """The gravest fault of a row is kept: a lost block before any other."""
-        if not self.context.state.fault[slot] or fault == DATA_LOSS:
+        if not self.context.state.fault[slot] or fault == _native.FAULT_DATA_LOSS:
             self.context.state.fault[slot] = fault
 
     def _count(self, name: str, more: int) -> None:

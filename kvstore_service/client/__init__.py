@@ -14,6 +14,7 @@ inside a decode step; `rpc_count` shows it.
 from kvstore_service.client.admin_client import AdminClient
 from kvstore_service.client.store_client import PackImportance, StoreClient, WorkerMemory
 from kvstore_service.shared.types import (
+    HASH_BLOCK_TOKENS,
     NO_PARENT,
     CommittedPack,
     KindSpec,
@@ -30,6 +31,7 @@ from kvstore_service.shared.types import (
 )
 
 __all__ = [
+    "HASH_BLOCK_TOKENS",
     "NO_PARENT",
     "AdminClient",
     "CommittedPack",

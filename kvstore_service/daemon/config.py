@@ -12,13 +12,12 @@ from typing import Any
 import yaml
 
 from kvstore_service.daemon import logs
-from kvstore_service.daemon.native import WINDOW_KINDS
+from kvstore_service.daemon.native import PACK_TOKENS_MAX, WINDOW_KINDS
 from kvstore_service.shared import settings
 from kvstore_service.shared.settings import ConfigError, Key
 from kvstore_service.shared.types import HASH_BLOCK_TOKENS, format_size
 
 UNIX_PATH_BYTES_MAX = 107
-PACK_TOKENS_MAX = 16384
 DRAM_BYTES_MIN = 4 << 20
 PREFIX = "KVSTORE_"
 
@@ -217,7 +216,12 @@ KEYS = (
     Key("broker", lambda: settings.runtime_dir() / "broker.sock", _socket_path, "unix socket of the fd broker"),
     Key("dram_bytes", lambda: "1GiB", _dram_bytes, "memory of the DRAM tier", format_size),
     Key("nvme_bytes", lambda: "64GiB", settings.size(1 << 20), "most bytes of packs and sidecars on disk", format_size),
-    Key("pack_tokens", lambda: 1024, _pack_tokens, "most tokens of a pack, a multiple of 256; prefill reuses 1024s"),
+    Key(
+        "pack_tokens",
+        lambda: 1024,
+        _pack_tokens,
+        f"most tokens of a pack, a multiple of {HASH_BLOCK_TOKENS}; prefill reuses 1024s",
+    ),
     Key("extent_blocks", lambda: 4, settings.count(1, 16), "4 KiB blocks that are cached together"),
     Key("copy_threads", lambda: "auto", _copy_threads, "copy threads; auto = cores - 1, from 1 to 4"),
     Key("io_depth", lambda: 64, settings.count(1, 4096), "reads in flight per copy thread"),

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from kvstore_service import _native
-from kvstore_service._native import WINDOW_KINDS, DataPlane, PackSpec, RingGeometry
+from kvstore_service._native import PACK_TOKENS_MAX, WINDOW_KINDS, DataPlane, PackSpec, RingGeometry
 from kvstore_service.shared import types
 from kvstore_service.shared.types import BUILD_BYTES, NO_PARENT, Layout, StoreError
 
 __all__ = [
+    "PACK_TOKENS_MAX",
     "WINDOW_KINDS",
     "DataPlane",
     "PackSpec",

@@ -1,16 +1,17 @@
-"""The nouns that daemon and client share: packs, layouts, sizes and errors. Imports nothing of ours."""
+"""The nouns that daemon and client share: packs, layouts, sizes and errors. Imports nothing of ours but a constant."""
 
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvstore_service._native import HASH_BLOCK_TOKENS as HASH_BLOCK_TOKENS
+
 PACK_ID_BYTES = 32
 BUILD_BYTES = 16
 FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 32
 NO_PARENT = bytes(PACK_ID_BYTES)
-HASH_BLOCK_TOKENS = 256
 
 _UID_END = 1 << 32
 _UNITS = {

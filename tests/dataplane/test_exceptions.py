@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from decode_worker._native import OP_GATHER, OP_PROMOTE, OP_RANGE, OP_STORE
-from tests.support.rig import ERROR, OK, WAIT_US, FaultyRig, Pack, Rig, run, spec, until
+from tests.support.rig import ERROR, OK, RESOURCE_EXHAUSTED, WAIT_US, FaultyRig, Pack, Rig, run, spec, until
 
-RESOURCE_EXHAUSTED = 8
 TOKENS = 512
 ALWAYS = 1 << 40
 LIVES_MAX = 500

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from decode_worker import _native
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 HEADERS = sorted(path.name for path in (CSRC / "core").iterdir())
 KERNELS = Path(__file__).with_name("core.cu")
@@ -68,3 +70,25 @@ def test_kernels_compile(nvcc: str, architecture: str, tmp_path: Path) -> None:
     instructions = (tmp_path / "core.ptx").read_text()
     assert "ld.acquire.sys" in instructions, "a cell's sequence is loaded without order"
     assert "st.release.sys" in instructions, "a cell's sequence is stored without order"
+
+
+def codes_of(header: str, enum: str) -> dict[str, int]:
+    """{"DATA_LOSS": 15} for kDataLoss = 15."""
+    body = re.search(rf"enum class {enum} : \w+ {{(.*?)}}", (CSRC / "core" / header).read_text(), re.DOTALL)
+    assert body is not None
+    found = re.findall(r"k(\w+) = (\d+)", body[1])
+    return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper(): int(code) for name, code in found}
+
+
+@pytest.mark.parametrize(("header", "enum"), [("ring.h", "Op"), ("ring.h", "Status"), ("pack.h", "Dtype")])
+def test_python_knows_every_code(header: str, enum: str) -> None:
+    codes = codes_of(header, enum)
+    assert codes
+    assert {name: getattr(_native, f"{enum.upper()}_{name}") for name in codes} == codes
+
+
+def test_python_knows_every_fault() -> None:
+    codes = codes_of("ring.h", "Fault")
+    del codes["NONE"]
+    assert {name: getattr(_native, f"FAULT_{name}") for name in codes} == codes
+    assert {name: code for code, name in _native.FAULT_NAMES.items()} == codes

@@ -13,3 +13,4 @@ def test_the_shipped_module_knows_no_faults(shim: Path) -> None:
     assert TRACES[0] in shim.read_bytes()
     assert not [name for name in dir(_native) if "shim" in name]
     assert not hasattr(_native.DataPlane, "set_faults")
+    assert "late" not in _native.WINDOW_KINDS

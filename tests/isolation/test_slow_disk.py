@@ -17,7 +17,6 @@ from tests.support.life import until
 ALWAYS = 1 << 40
 STALL_US = 4_000_000
 WAIT_US = 3_000_000
-UNAVAILABLE = 14
 COLD = Document("cold", 16384)
 STARVED_RUNS = 8192
 
@@ -40,7 +39,7 @@ def test_a_stalled_disk_poisons_nobody(slow_daemon: Daemon, victim: Neighbour) -
             victim.fetch(hot, WAIT_US)
         for seq in posted:
             for status, fault in reader.ring.wait(seq, WAIT_US).tolist():
-                assert (status, fault) == (_native.STATUS_ERROR, UNAVAILABLE)
+                assert (status, fault) == (_native.STATUS_ERROR, _native.FAULT_UNAVAILABLE)
         slow_daemon.set_disk_faults()
         reader.fetch(reader.gather([96]), 2 * STALL_US)
         assert not reader.ring.poisoned

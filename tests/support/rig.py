@@ -17,8 +17,10 @@ from kvstore_service import _native as store_native
 from tests.support import shim_build
 
 CANARY = 0xC5
-INVALID_ARGUMENT, ABORTED, INTERNAL, UNAVAILABLE, DATA_LOSS = 3, 10, 13, 14, 15
 OK, ERROR, STALE = worker_native.STATUS_OK, worker_native.STATUS_ERROR, worker_native.STATUS_STALE
+INVALID_ARGUMENT, ABORTED = worker_native.FAULT_INVALID_ARGUMENT, worker_native.FAULT_ABORTED
+RESOURCE_EXHAUSTED, INTERNAL = worker_native.FAULT_RESOURCE_EXHAUSTED, worker_native.FAULT_INTERNAL
+UNAVAILABLE, DATA_LOSS = worker_native.FAULT_UNAVAILABLE, worker_native.FAULT_DATA_LOSS
 NO_PAIRS = np.zeros((0, 2), np.uint32)
 WAIT_US = 20_000_000
 

@@ -16,6 +16,16 @@ SPLITS = ("train", "eval", "demo")
 MODEL = corpus.RETRIEVER
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors are far too small to share out."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def words() -> list[str]:
     return load_words(MODEL)
@@ -143,3 +153,18 @@ def test_network_agrees_with_transformers():
     with torch.inference_mode():
         theirs = reference(ids[None]).logits[0, -2:]
     torch.testing.assert_close(torch.stack(ours), theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_calibration_writes_a_profile_that_loads(tmp_path, words, capsys):
+    from decode_worker.calibration.profile import AUTO_NAME, Profile
+    from decode_worker.calibration.report import calibrate
+    from decode_worker.model.checkpoint import Checkpoint
+
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(MODEL / name)
+    calibrate(tmp_path, [corpus.make_document(words, 512, 8, 3, "eval")], 512)
+    shape = Checkpoint.open(tmp_path).config
+    profile = Profile.load("auto", shape, directory=tmp_path)
+    assert (tmp_path / AUTO_NAME).is_file()
+    assert profile.kv_importance.max() == 1
+    assert f"eta {profile.eta:g}, p {profile.p:g}" in " ".join(capsys.readouterr().out.split())

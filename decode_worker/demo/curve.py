@@ -22,15 +22,15 @@ def figures(results: Sequence[Result]) -> list[Figure]:
     found: list[Figure] = []
     for r in results:
         full, always = by_case[r.context, FULL], by_case[r.context, ALWAYS_SELECTS]
-        device, whole = (x.footprint.device_bytes + x.footprint.index_bytes for x in (r, full))
+        device, whole = r.footprint.held_bytes, full.footprint.held_bytes
         if r is full:
-            found += [Figure.of_runs(r.name, r.ms, "ms/token"), Figure(f"{r.name}.device_bytes", whole, "B")]
+            found += [Figure.of_runs(r.name, r.ms, "ms/token"), Figure(f"{r.name}.held_bytes", whole, "B")]
             found.append(Figure(f"generation.{r.context // 1024}k.nvme_read_bytes", r.nvme_read_bytes, "B"))
             continue
         ratio = r.moved / always.moved if always.moved else None
         found += [
             Figure.of_runs(r.name, r.ms, "ms/token", FULL, full.ms),
-            Figure(f"{r.name}.device_bytes", device, "B", FULL, whole, device / whole),
+            Figure(f"{r.name}.held_bytes", device, "B", FULL, whole, device / whole),
             Figure(f"{r.name}.hit_ratio", r.hit_ratio, "hits / lookups, first step too"),
             Figure(f"{r.name}.attended", r.attended, "of the tokens, mean of offloaded heads"),
             Figure(f"{r.name}.records_moved", r.moved, "records/token", ALWAYS_SELECTS, always.moved, ratio),
@@ -43,7 +43,7 @@ def print_curve(results: Sequence[Result]) -> None:
     table = Table(
         title="A long generation: random weights of shape B8, random K and V, all KV in DRAM, batch 1",
         title_justify="left",
-        caption="device: window and index; hits: with first steps; `none` selects at every step (InfiniGen)",
+        caption="device: window, labels, index; hits: with first steps; `none` selects at every step (InfiniGen)",
         caption_justify="left",
     )
     for column in (
@@ -63,7 +63,7 @@ def print_curve(results: Sequence[Result]) -> None:
         ms = statistics.median(r.ms)
         table.add_row(
             f"{r.context:,}", r.policy, f"{ms:.1f}", f"{1000 / ms:.1f}", f"{whole[r.context] / ms:.2f}",
-            format_size(r.footprint.device_bytes + r.footprint.index_bytes), f"{r.attended:.1%}",
+            format_size(r.footprint.held_bytes), f"{r.attended:.1%}",
             "" if r.policy == FULL else f"{r.hit_ratio:.0%}", f"{r.moved:,.0f}", end_section=r.policy == POLICIES[-1],
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 140).print(table)

@@ -33,10 +33,14 @@ class Footprint:
         )
 
     @property
+    def held_bytes(self) -> int:
+        """`device_bytes`, and the index where a head selects with it."""
+        return self.device_bytes + (self.index_bytes if self.offloaded_heads else 0)
+
+    @property
     def device_share(self) -> float:
         """What the device holds for offloaded KV (selected, slack, tail, labels, index) ÷ that KV; 1 without any."""
-        held = self.device_bytes - self.resident_bytes + self.index_bytes
-        return held / self.offloaded_bytes if self.offloaded_bytes else 1.0
+        return (self.held_bytes - self.resident_bytes) / self.offloaded_bytes if self.offloaded_bytes else 1.0
 
 
 def attended_share(engine: Engine, session: Session) -> float:

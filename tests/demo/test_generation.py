@@ -65,7 +65,7 @@ def test_figures_name_their_rivals(results: list[Result], capsys: pytest.Capture
     for policy in POLICIES[1:]:
         assert found[f"generation.8k.{policy}"].rival == FULL
         assert found[f"generation.8k.{policy}.records_moved"].rival == ALWAYS_SELECTS
-        assert found[f"generation.8k.{policy}.device_bytes"].ratio < 1
+        assert found[f"generation.8k.{policy}.held_bytes"].ratio < 1
     assert found["generation.8k.nvme_read_bytes"].value == 0
     print_curve(results)
     shown = capsys.readouterr().out

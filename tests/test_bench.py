@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gather, isolation, nvme, ring, scale, step
+from bench import gather, isolation, nvme, restore, ring, scale, sessions, step
 from bench.checkpoint import B8
 from decode_worker.figures import Figure, print_json
 
@@ -122,6 +122,21 @@ def test_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert value["qsac_hit_2k.moved"] == 0
     assert value["qsac_miss_2k.hit_ratio"] == 0
     assert value["qsac_miss_2k.moved"] > 0
+
+
+def test_restore(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(restore.measure(restore.Settings((2048,), repeats=1, shape=SMALL)), capsys)
+    assert rivals(shown) == {"ttft_s.2k": {"computed anew"}}
+    value = {figure["name"]: figure["value"] for figure in shown}
+    assert set(value) == {"ttft_s.2k", "ttft_ratio.2k", "reused.2k"}
+    assert value["reused.2k"] == 0.5, "one chunk of 1,024 of the 1,843 tokens that are shared"
+
+
+def test_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    few = sessions.Settings(sessions=2, prompt=512, steps=3, repeats=1, threads=1, dram_bytes=64 << 20)
+    shown = printed(sessions.measure(few), capsys)
+    assert rivals(shown) == {"tokens_per_s.2": {"one session"}}
+    assert [figure["name"] for figure in shown] == ["tokens_per_s.2", "sessions_speedup.2"]
 
 
 def test_step_refuses_what_it_cannot_measure() -> None:

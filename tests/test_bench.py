@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import comparison, decode, gather, isolation, nvme, ring, scale
+from bench import comparison, decode, gather, isolation, nvme, restore, ring, scale, sessions
 from bench.decoder import HITS
 from bench.rivals import RIVALS, NotRun, Problem, llama_cpp
 from decode_worker.figures import Figure, print_json
@@ -157,6 +157,21 @@ def test_decode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     reason = {figure["name"]: figure["unit"] for figure in shown if figure["value"] is None}
     assert reason["speedup.2k.hit.llama_cpp"] == "not run: nobody has it"
     assert "no such policy" in reason["speedup_q05.1k.miss.lru"]
+
+
+def test_restore(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(restore.measure(restore.Settings((2048,), repeats=1, shape=SMALL)), capsys)
+    assert rivals(shown) == {"ttft_s.2k": {"computed anew"}}
+    value = {figure["name"]: figure["value"] for figure in shown}
+    assert set(value) == {"ttft_s.2k", "ttft_ratio.2k", "reused.2k"}
+    assert value["reused.2k"] == 0.5, "one chunk of 1,024 of the 1,843 tokens that are shared"
+
+
+def test_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    few = sessions.Settings(sessions=2, prompt=512, steps=3, repeats=1, threads=1, dram_bytes=64 << 20)
+    shown = printed(sessions.measure(few), capsys)
+    assert rivals(shown) == {"tokens_per_s.2": {"one session"}}
+    assert [figure["name"] for figure in shown] == ["tokens_per_s.2", "sessions_speedup.2"]
 
 
 def test_decode_divides_the_rivals_time_by_ours() -> None:

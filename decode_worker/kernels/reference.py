@@ -209,16 +209,7 @@ class ReferenceKernels(Kernels):
             self._count("stale", wish.has_old_set)
             aux = 0 if statuses is None else int(statuses[i, 1])
             if not wish.has_old_set or self.context.stale_fails or aux == _native.FAULT_DATA_LOSS:
-                if statuses is None:
-                    self._fail(wish.slot, _native.FAULT_NOT_POSTED)
-                else:
-                    self._fail(
-                        wish.slot,
-                        aux
-                        or (
-                            _native.FAULT_ABORTED if statuses[i, 0] == _native.STATUS_STALE else _native.FAULT_INTERNAL
-                        ),
-                    )
+                self._fail(wish.slot, _native.FAULT_NOT_POSTED if statuses is None else aux or _unnamed(statuses[i, 0]))
 
     def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.await_ticket(layer)
@@ -283,6 +274,10 @@ class ReferenceKernels(Kernels):
 
     def _count(self, name: str, more: int) -> None:
         self.context.state.counters[COUNTER[name]] += int(more)
+
+
+def _unnamed(status: int) -> int:
+    return _native.FAULT_ABORTED if status == _native.STATUS_STALE else _native.FAULT_INTERNAL
 
 
 def similarity(query: torch.Tensor, label: torch.Tensor, weights: torch.Tensor, cos_floor: float) -> float:

@@ -55,9 +55,9 @@ def candidates(ids: Sequence[int], pack_tokens: int, computing: bytes = EXACT) -
 
 
 def exact_candidates(ids: Sequence[int], pack_tokens: int, unit: int) -> list[PrefixCandidate]:
-    """Every exact pack of whole units of `unit` tokens that could hold a part of `ids`."""
+    """Every exact pack of whole units of `unit` tokens that could hold a part of `ids`; see `pack_bounds`."""
     return [
         PrefixCandidate(first, tokens, token_digest(ids[first : first + tokens]))
         for first in range(0, len(ids), unit)
-        for tokens in range(unit, min(pack_tokens, len(ids) - first) + 1, unit)
+        for tokens in range(unit, min(pack_tokens - first % pack_tokens, len(ids) - first) + 1, unit)
     ]

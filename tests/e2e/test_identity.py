@@ -7,7 +7,8 @@ import torch
 
 from decode_worker.engine.computing import computing
 from decode_worker.engine.engine import Engine
-from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates, token_digest
+from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates, pack_bounds, token_digest
+from kvstore_service.daemon.store.prefixes import CANDIDATES_MAX
 
 from .conftest import EngineFactory, Expected, greedy, random_ids
 
@@ -97,3 +98,17 @@ def test_a_dense_lookup_asks_for_exact_packs_only_and_a_sparse_one_prefers_them(
     assert sparse[: len(dense)] == dense
     assert [item.first_token for item in sparse[len(dense) :]] == [0, 256, 512, 768]
     assert all(item.tokens == HASH_BLOCK_TOKENS for item in sparse[len(dense) :])
+
+
+def test_a_lookup_asks_for_every_pack_that_a_prompt_can_be_made_of() -> None:
+    """Wherever prompts before it ended; and for a million tokens in one call."""
+    ids = random_ids(13 * HASH_BLOCK_TOKENS, 86)
+    asked = {(item.first_token, item.tokens) for item in candidates(ids, 4 * HASH_BLOCK_TOKENS)}
+    made = {
+        pack
+        for end in range(len(ids) + 1)
+        for stored in range(0, end + 1, HASH_BLOCK_TOKENS)
+        for pack in pack_bounds(end, 4 * HASH_BLOCK_TOKENS, stored)
+    }
+    assert asked == made
+    assert len(candidates(range((1 << 20) + 4096), 1024, b"{}")) <= CANDIDATES_MAX

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gather, isolation, nvme, ring, scale, step
+from bench import gather, isolation, nvme, products, ring, scale, step
 from bench.checkpoint import B8
 from decode_worker.figures import Figure, print_json
 
@@ -129,3 +129,23 @@ def test_step_refuses_what_it_cannot_measure() -> None:
         step.Settings(steps=100, repeats=3)
     with pytest.raises(ValueError, match="multiples of 256"):
         step.Settings(contexts=(1000,))
+
+
+def test_products(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {"b8": {**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5}}
+    settings = products.Settings(
+        (1, 5), steps=2, repeats=2, threads=1, stream_bytes=1 << 20, compared_tokens=40, shapes=shapes
+    )
+    shown = printed(products.measure(settings), capsys)
+    kinds = [f"b8.{weights}" for weights in ("compute", "int8")]
+    assert rivals(shown) == {
+        **{f"{kind}.rows{rows}": {"torch", "weights' bytes"} for kind in kinds for rows in (1, 5)},
+        **{f"{kind}.kept": {"weights"} for kind in kinds},
+        **{f"{name}.int8.{what}": {"bfloat16"} for name in ("b8", "retriever") for what in ("difference", "top1")},
+    }
+    value = {figure["name"]: figure["value"] for figure in shown}
+    matrices = 3 * (64 * (4 + 2 * 2) * 64 + 4 * 64 * 64 + 3 * 64 * 96)
+    assert value["b8.weights"] == 2 * (matrices + 512 * 64)
+    assert value["b8.compute.kept"] == 0
+    assert value["b8.int8.kept"] == matrices
+    assert value["retriever.int8.top1"] > 95

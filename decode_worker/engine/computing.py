@@ -14,11 +14,12 @@ from decode_worker.policy.base import Policy
 
 
 def computing(config: WorkerConfig, policy: Policy) -> bytes:
-    """Canonical JSON of all settings that a selection depends on; EXACT where every head holds every token.
+    """Canonical JSON of all settings that a step's KV depends on; EXACT where every head holds every token and steps
+    multiply with the weights that prefill multiplies with.
 
     Model, context and dtypes stand in the fingerprint already."""
     settings = policy.settings
-    if settings.resident.all():
+    if settings.resident.all() and config.weights == "compute":
         return EXACT
     values = {
         "policy": policy.name,
@@ -33,8 +34,9 @@ def computing(config: WorkerConfig, policy: Policy) -> bytes:
         "cos_floor": settings.cos_floor,
         "order": config.order,
         "stale": config.stale,
+        "weights": config.weights,
         "thresholds": _digest(settings.tau),
-        "weights": _digest(settings.weights),
+        "query_weights": _digest(settings.weights),
         "resident": _digest(settings.resident),
     }
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from bench.checkpoint import B8
-from decode_worker.config import WEIGHTS
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.kernels.products import PRODUCTS, Products
+from decode_worker.kernels.products.base import WEIGHTS
 from decode_worker.kernels.products.int8 import MATRICES, rounded
 from decode_worker.model.attention import causal_attention
 from decode_worker.model.checkpoint import Checkpoint, LayerWeights, Weights

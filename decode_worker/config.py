@@ -26,8 +26,6 @@ from kvstore_service.shared.settings import (
 
 __all__ = ["DEFAULTS", "KEYS", "ConfigError", "WorkerConfig"]
 
-WEIGHTS = ("compute", "int8")  # the dtype of the computation, or one byte each
-
 
 @dataclass(frozen=True)
 class WorkerConfig:
@@ -155,7 +153,12 @@ KEYS = (
     Key("context", None, count(64, 1 << 24), "declared maximum of tokens per session"),
     Key("slots", None, count(1, 4096), "sessions bound at a time"),
     Key("compute", None, choice("float32", "bfloat16"), "dtype of the computation"),
-    Key("weights", None, choice(*WEIGHTS), "weights of decode steps: in the compute dtype, or int8"),
+    Key(
+        "weights",
+        None,
+        choice("compute", "int8"),
+        "matrices of decode steps: in the dtype of the computation, or int8",
+    ),
     Key("storage", None, choice("float32", "bfloat16"), "dtype of stored K and V"),
     Key("order", None, choice("clustered", "token"), "order of records in a pack"),
     Key("staging_bytes", None, size(1 << 16), "memory through which packs are written"),

@@ -26,6 +26,7 @@ def computing(config: WorkerConfig, policy: Policy) -> bytes:
         "retriever": policy.retriever.name,
         "index": policy.retriever.parameters.hex(),
         "query": config.query,
+        "matrices": config.weights,
         "budget": settings.budget,
         "sink": settings.sink,
         "recent": settings.recent,
@@ -34,9 +35,8 @@ def computing(config: WorkerConfig, policy: Policy) -> bytes:
         "cos_floor": settings.cos_floor,
         "order": config.order,
         "stale": config.stale,
-        "weights": config.weights,
         "thresholds": _digest(settings.tau),
-        "query_weights": _digest(settings.weights),
+        "weights": _digest(settings.weights),
         "resident": _digest(settings.resident),
     }
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()

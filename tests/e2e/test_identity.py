@@ -90,9 +90,7 @@ def test_every_setting_that_a_selection_depends_on_is_in_the_identity(engine: En
     assert token_digest(ids, same) in digests, "what changes no number is no part of it"
     full = engine(policy="full")
     assert computing(full.config, full.policy) == EXACT
-    assert computing(replace(full.config, weights="int8"), full.policy) != EXACT, (
-        "prefill computes otherwise"
-    )
+    assert computing(replace(full.config, weights="int8"), full.policy) != EXACT, "prefill computes otherwise"
 
 
 def test_a_dense_lookup_asks_for_exact_packs_only_and_a_sparse_one_prefers_them() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from decode_worker import _native
-from decode_worker.config import WEIGHTS
 from decode_worker.kernels.products import PRODUCTS, Products
+from decode_worker.kernels.products.base import WEIGHTS
 from decode_worker.kernels.products.int8 import quantised
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.transformer import Transformer

@@ -9,6 +9,8 @@ import torch
 from decode_worker.kernels.registry import Registry
 from decode_worker.model.transformer import Transformer
 
+WEIGHTS = ("compute", "int8")  # what the layers' matrices are multiplied as
+
 
 class Products(ABC):
     """Fixed tensors for `batch` rows, and calls that work on the first `rows` of them. Not thread-safe.

@@ -65,8 +65,8 @@ class ModelConfig:
         if head_dim % HEAD_DIM_UNIT:
             origin = "" if config.has("head_dim") else " (hidden_size / num_attention_heads)"
             raise CheckpointError(
-                f"{config.where}: head_dim is {head_dim}{origin}; attention supports multiples of {HEAD_DIM_UNIT}, such "
-                "as 64, 80, 96 and 128: use a checkpoint that has one"
+                f"{config.where}: head_dim is {head_dim}{origin}; attention supports multiples of {HEAD_DIM_UNIT}, "
+                "such as 64, 80, 96 and 128: use a checkpoint that has one"
             )
         max_positions = config.integer("max_position_embeddings")
         rope = RopeConfig.parse(config, head_dim, max_positions)

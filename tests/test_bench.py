@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import comparison, decode, gather, isolation, nvme, restore, ring, scale, sessions
+from bench import comparison, decode, gather, isolation, nvme, products, restore, ring, scale, sessions
 from bench.decoder import HITS
 from bench.rivals import RIVALS, NotRun, Problem, llama_cpp
 from decode_worker.figures import Figure, print_json
@@ -223,3 +223,23 @@ def test_llama_cpp_decodes_behind_a_full_cache(tmp_path: Path, flash: int, kv_ty
     assert np.abs(first - before).max() > 0.01  # it attends to what it was filled with
     kv = torch.from_numpy(context.state())[-2 * 511 * 64 * 2 :].view(llama_cpp.KV_TYPES[kv_type]).float()
     assert 0.9 < kv.std() < 1.1
+
+
+def test_products(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {"b8": {**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5}}
+    settings = products.Settings(
+        (1, 5), steps=2, repeats=2, threads=1, stream_bytes=1 << 20, compared_tokens=40, shapes=shapes
+    )
+    shown = printed(products.measure(settings), capsys)
+    kinds = [f"b8.{weights}" for weights in ("compute", "int8")]
+    assert rivals(shown) == {
+        **{f"{kind}.rows{rows}": {"torch", "weights' bytes"} for kind in kinds for rows in (1, 5)},
+        **{f"{kind}.kept": {"weights"} for kind in kinds},
+        **{f"{name}.int8.{what}": {"bfloat16"} for name in ("b8", "retriever") for what in ("difference", "top1")},
+    }
+    value = {figure["name"]: figure["value"] for figure in shown}
+    matrices = 3 * (64 * (4 + 2 * 2) * 64 + 4 * 64 * 64 + 3 * 64 * 96)
+    assert value["b8.weights"] == 2 * (matrices + 512 * 64)
+    assert value["b8.compute.kept"] == 0
+    assert value["b8.int8.kept"] == matrices
+    assert value["retriever.int8.top1"] > 95

@@ -15,7 +15,8 @@ from decode_worker.policy.base import Policy
 
 
 def computing(config: WorkerConfig, policy: Policy) -> bytes:
-    """Canonical JSON of all settings that a selection depends on; EXACT where every head holds every token.
+    """Canonical JSON of all settings that a step's KV depends on; EXACT where every head holds every token and steps
+    multiply with the weights that prefill multiplies with.
 
     Model, context and dtypes stand in the fingerprint already."""
     settings = policy.settings

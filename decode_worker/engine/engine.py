@@ -391,6 +391,7 @@ class Engine:
             raise ValueError("the prompt is empty: give at least one token")
         if len(ids) > self.config.context:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than context={self.config.context}: raise it")
+        self.model.config.check_prompt(len(ids), self.config.context)
 
 
 def _power_of_two(n: int) -> int:

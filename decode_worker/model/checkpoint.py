@@ -55,6 +55,21 @@ class Weights:
     final_norm: Tensor
     head: Tensor
 
+    def to(self, dtype: torch.dtype) -> "Weights":
+        """The same weights as ``dtype``; tied ones stay tied."""
+        embedding = self.embedding.to(dtype)
+
+        def layer(own: LayerWeights) -> LayerWeights:
+            converted: dict[str, Any] = {name: None if x is None else x.to(dtype) for name, x in vars(own).items()}
+            return LayerWeights(**converted)
+
+        return Weights(
+            embedding=embedding,
+            layers=tuple(layer(own) for own in self.layers),
+            final_norm=self.final_norm.to(dtype),
+            head=embedding if self.head is self.embedding else self.head.to(dtype),
+        )
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -9,6 +9,8 @@ from decode_worker.model.rope import RopeConfig
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "phi3"]
 
+HEAD_DIM_UNIT = 16  # elements that attention kernels take at a time
+
 _CAUSAL_LM = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -60,6 +62,12 @@ class ModelConfig:
         if q_heads % kv_heads:
             config.fail("num_key_value_heads", f"a divisor of num_attention_heads {q_heads}")
         head_dim = config.integer("head_dim", 128 if architecture == "qwen3" else hidden // q_heads)
+        if head_dim % HEAD_DIM_UNIT:
+            origin = "" if config.has("head_dim") else " (hidden_size / num_attention_heads)"
+            raise CheckpointError(
+                f"{config.where}: head_dim is {head_dim}{origin}; attention supports multiples of {HEAD_DIM_UNIT}, "
+                "such as 64, 80, 96 and 128: use a checkpoint that has one"
+            )
         max_positions = config.integer("max_position_embeddings")
         rope = RopeConfig.parse(config, head_dim, max_positions)
         if rope.rotary_dim != head_dim and architecture != "phi3":
@@ -95,6 +103,21 @@ class ModelConfig:
         if self.rope.kind == "yarn":
             return max(self.max_positions, int(self.rope.original_positions * self.rope.factor))
         return self.max_positions
+
+    def check_prompt(self, tokens: int, declared_max: int) -> None:
+        """Raises ValueError for a prompt that sessions of up to ``declared_max`` tokens would rotate wrongly.
+
+        LongRoPE has factors for sequences of up to ``original_positions`` tokens and others for all tokens of longer
+        ones, and stored keys cannot be rotated again when a session grows past the switch. So a session of the long
+        factors begins behind it, and one of the short factors is declared to end before it.
+        """
+        trained = self.rope.original_positions
+        if self.rope.uses_long_factor(declared_max) and tokens <= trained:
+            raise ValueError(
+                f"the prompt has {tokens} tokens, which this model rotates by its short factors, as all sequences of "
+                f"up to {trained} tokens, but context={declared_max} chose the long ones: give --context {trained} or "
+                f"less, or a prompt of more than {trained} tokens"
+            )
 
     def check_context(self, declared_max: int) -> None:
         """Raises CheckpointError unless ``declared_max`` tokens of context are computed exactly."""

@@ -103,8 +103,8 @@ class RopeConfig:
     def uses_long_factor(self, declared_max: int) -> bool:
         """True when LongRoPE rotates a session of up to ``declared_max`` tokens by its long factor.
 
-        Chosen once per session: keys that are already stored cannot be rotated again when a
-        session grows past the switch.
+        Chosen by what is declared: keys that are already stored cannot be rotated again when a
+        session grows past the switch. ModelConfig.check_prompt refuses what that would change.
         """
         return self.kind == "longrope" and declared_max > self.original_positions
 

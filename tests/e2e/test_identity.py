@@ -7,7 +7,7 @@ import torch
 
 from decode_worker.engine.computing import computing
 from decode_worker.engine.engine import Engine
-from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates, pack_bounds, token_digest
+from decode_worker.engine.prefix import EXACT, HASH_BLOCK_TOKENS, candidates, pack_bounds, token_digest
 from kvstore_service.daemon.store.prefixes import CANDIDATES_MAX
 
 from .conftest import EngineFactory, Expected, greedy, random_ids
@@ -81,14 +81,17 @@ def test_every_setting_that_a_selection_depends_on_is_in_the_identity(engine: En
     for change in (
         {"retriever": "hash"}, {"query": "true"}, {"budget": 0.2}, {"sink": 5}, {"recent": 65}, {"tail": 800},
         {"slack": 0.5}, {"eta": 0.4}, {"cos_floor": 0.1}, {"layer0": "offloaded"}, {"order": "token"},
-        {"stale": "fail"}, {"policy": "none"},
+        {"stale": "fail"}, {"policy": "none"}, {"weights": "int8"},
     ):  # fmt: skip
         other = engine(**SPARSE | change)
         digests.add(token_digest(ids, computing(other.config, other.policy)))
         other.close()
-    assert len(digests) == 15, "each is another identity"
+    assert len(digests) == 16, "each is another identity"
     same = computing(replace(worker.config, wait_ms=77, threads=2, seed=9, slots=3), worker.policy)
     assert token_digest(ids, same) in digests, "what changes no number is no part of it"
+    full = engine(policy="full")
+    assert computing(full.config, full.policy) == EXACT
+    assert computing(replace(full.config, weights="int8"), full.policy) != EXACT, "prefill computes otherwise"
 
 
 def test_a_dense_lookup_asks_for_exact_packs_only_and_a_sparse_one_prefers_them() -> None:

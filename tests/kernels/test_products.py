@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -12,21 +10,11 @@ from decode_worker import _native
 from decode_worker.kernels.products import PRODUCTS, Products
 from decode_worker.kernels.products.base import WEIGHTS
 from decode_worker.kernels.products.int8 import quantised
-from decode_worker.model.checkpoint import Checkpoint, Weights
+from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.transformer import Transformer
 from tests.model.tiny_models import ARCHITECTURES, MAX_POSITIONS, save, tiny_model
 
 TOLERANCE = 5e-5
-
-
-def widened(weights: Weights) -> Weights:
-    """The same numbers in float32."""
-
-    def wide(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x.float()
-
-    layers = tuple(replace(layer, **{name: wide(x) for name, x in vars(layer).items()}) for layer in weights.layers)
-    return Weights(weights.embedding.float(), layers, weights.final_norm.float(), weights.head.float())
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +47,7 @@ def load(saved):
     def make(architecture, dtype=torch.float32, scaling="default", head_dim=64, **sizes):
         checkpoint = Checkpoint.open(saved(architecture, scaling, head_dim, **sizes))
         model = Transformer.load(checkpoint, MAX_POSITIONS, dtype)
-        return model, Transformer(model.config, widened(model.weights), MAX_POSITIONS)
+        return model, Transformer(model.config, model.weights.to(torch.float32), MAX_POSITIONS)
 
     return make
 

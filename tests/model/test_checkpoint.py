@@ -107,6 +107,14 @@ def test_bad_config_values(values: dict[str, Any], words: list[str], copy: Calla
         assert word in message
 
 
+@pytest.mark.parametrize("head_dim", [40, 72, 100])
+def test_head_sizes_that_attention_lacks_are_refused_at_load(head_dim: int, tmp_path: Path) -> None:
+    directory = save(tiny_model("llama2", head_dim=head_dim), tmp_path)
+    assert f"head_dim is {head_dim}; attention supports multiples of 16" in refusal(directory)
+    edit_config(directory, head_dim=...)
+    assert f"head_dim is {head_dim} (hidden_size / num_attention_heads); attention" in refusal(directory)
+
+
 def test_longrope_factors_must_cover_the_rotated_pairs(copy: Callable[[str], Path]) -> None:
     directory = copy("phi4-mini")
     rope = json.loads((directory / "config.json").read_text())["rope_parameters"]

@@ -164,3 +164,25 @@ def test_position_beyond_the_declared_maximum_is_an_error(tmp_path: Path) -> Non
     model = load(save(tiny_model("llama2"), tmp_path), 16).model
     with pytest.raises(IndexError):
         model.qkv(0, model.embed(torch.tensor([1])), torch.tensor([16]))
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "phi4-mini", "llama3"])
+def test_longrope_follows_transformers_or_refuses(architecture: str, tmp_path: Path) -> None:
+    """Every prompt length around the switch, declared on either side of it."""
+    model = tiny_model(architecture, "longrope")
+    directory = save(model, tmp_path)
+    config = ModelConfig.parse(JsonObject.read(directory / "config.json"))
+    for prompt in (1, ORIGINAL_POSITIONS - 1, ORIGINAL_POSITIONS, ORIGINAL_POSITIONS + 1, MAX_POSITIONS):
+        ids = random_ids(prompt, seed=prompt)
+        expected = theirs(model, ids, prompt)
+        for declared_max in (ORIGINAL_POSITIONS, ORIGINAL_POSITIONS + 1, MAX_POSITIONS):
+            if prompt > declared_max:
+                continue
+            difference = (load(directory, declared_max).step(ids, 0) - expected).abs().max()
+            if prompt <= ORIGINAL_POSITIONS < declared_max:
+                with pytest.raises(ValueError, match=f"--context {ORIGINAL_POSITIONS} or less"):
+                    config.check_prompt(prompt, declared_max)
+                assert prompt == 1 or difference > 0.1, "what is refused would have been wrong"
+            else:
+                config.check_prompt(prompt, declared_max)
+                assert difference <= TOLERANCE

@@ -22,6 +22,7 @@ check: setup
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cc')
+	@! git grep -nE '^.{121,}' -- 'csrc/*.h' 'csrc/*.cc' 'csrc/*.inc'
 	@.venv/bin/buf lint
 	@.venv/bin/buf breaking --against proto/baseline.binpb
 	@.venv/bin/mypy

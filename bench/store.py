@@ -1,4 +1,4 @@
-"""Random content in a private daemon: a document without a model, or packs that an engine finds as its own prompt's."""
+"""A random document in a private daemon, without a model, and what benchmarks ask a daemon."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,20 +16,17 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native, packing
-from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import reservations
-from decode_worker.pack_writer import PackWriter
 from decode_worker.policy.plan import RUN_DTYPE, gather_runs
 from decode_worker.records import RecordFormat
-from decode_worker.transport import StagingRing, Transport, raise_for_status
+from decode_worker.transport import Transport, raise_for_status
+from decode_worker.work import Pieces, finish
 from kvstore_service.client import AdminClient, CommittedPack, KindSpec, Layout, PackRef, RingGeometry, StoreClient
 from kvstore_service.client.private import PrivateDaemon
 
 STAGING_BYTES = 16 << 20
 WAIT_MS = 60_000
 IN_FLIGHT = 2
-KEY_CLUSTERS = 32
-KEY_NOISE = 0.5
 
 
 class StoredDocument:
@@ -69,7 +66,7 @@ class StoredDocument:
                 wait_ms=WAIT_MS,
             )
             stack.callback(self.transport.close)
-            self.transport.window[:] = 0  # every page is there before the first figure
+            self.transport.window.bytes[:] = 0  # every page is there before the first figure
             self._bind(lane_bytes)
             self._resources = stack.pop_all()
         return self
@@ -100,17 +97,15 @@ class StoredDocument:
         session = self.client.open_session(layout, self.tokens)
         reserved = self.client.reserve_pack(session, reservations(range(self.tokens), self.transport.pack_tokens))
         uploads = [item.upload_id for item in reserved if item.upload_id is not None]
-        staging = StagingRing(self.transport, self.records.staged_bytes(self.transport.pack_tokens))
         for item, upload in zip(reserved, uploads, strict=True):
-            self._store(staging, upload, item.pack.tokens)
-        staging.flush()
+            finish(self._store(upload, item.pack.tokens))
         committed = [_pack(item) for item in self.client.commit_pack(session, uploads)]
         self.client.attach_packs(session, committed)
         offsets = np.arange(self.layers * self.lanes) * lane_bytes
         windows = np.stack([offsets, np.full_like(offsets, self.places)], axis=1).astype(np.uint64)
         self._epoch = self.client.bind_slot(session, 0, committed, windows)
 
-    def _store(self, staging: StagingRing, upload: int, tokens: int) -> None:
+    def _store(self, upload: int, tokens: int) -> Pieces[None]:
         keys = torch.randn(tokens, self.records.head_dim, generator=torch.Generator().manual_seed(0))
         order = packing.token_order(1, tokens)[0]
 
@@ -120,41 +115,17 @@ class StoredDocument:
             runs["arg"] = [offset + self.records.stage(part, lane, keys, -keys, order) for lane in range(self.lanes)]
             return runs
 
+        staging, part_bytes, posted = self.transport.staging, self.records.staged_bytes(tokens), []
         for layer in range(self.layers):
-            staging.store(layer, fill)
+            yield from staging.room(part_bytes)
+            posted.append(staging.store(layer, part_bytes, fill))
+        for each in posted:
+            each.check()
 
 
 def scratch(parent: str | Path = "/var/tmp") -> tempfile.TemporaryDirectory[str]:
     """A temporary directory on a disk: packs are read with O_DIRECT, and /tmp may be memory."""
     return tempfile.TemporaryDirectory(prefix="headgate-bench-", dir=parent)
-
-
-def inject_packs(engine: Engine, ids: Sequence[int], seed: int) -> None:
-    """Stores random K and V as the packs of a prompt, with index sidecars, so that `engine.attach(ids)` finds them.
-
-    Keys lie around KEY_CLUSTERS centres per layer and head, so that selections have some locality, as real keys give.
-    """
-    writer = PackWriter(
-        engine.records, engine.retriever, engine.client, engine.transport, engine.catalogue,
-        clustered=engine.config.order == "clustered",
-    )  # fmt: skip
-    heads, d = engine.records.kv_heads, engine.records.head_dim
-    generator = torch.Generator().manual_seed(seed)
-    session = engine.client.open_session(engine.layout, engine.config.context)
-    try:
-        wanted = reservations(ids, engine.transport.pack_tokens)
-        drafts = writer.reserve(session, wanted)
-        for layer in range(engine.layout.layers):
-            centres = torch.randn(KEY_CLUSTERS, heads, d, generator=generator)
-            for draft, item in zip(drafts, wanted, strict=True):
-                member = torch.randint(KEY_CLUSTERS, (item.tokens,), generator=generator)
-                noise, values = torch.randn(2, item.tokens, heads, d, generator=generator)
-                importance = torch.rand(heads, item.tokens, generator=generator)
-                writer.store(draft, layer, centres[member] + KEY_NOISE * noise, values, importance)
-        writer.flush()
-        writer.commit(session, drafts)
-    finally:
-        engine.client.close_session(session)
 
 
 def counters(daemon: PrivateDaemon) -> dict[str, int]:

@@ -1,11 +1,11 @@
-"""The worker's native side: ring producer (csrc/core) and CPU kernels (csrc/cpu). All calls release the GIL."""
+"""The worker's native side: ring producer (csrc/ring) and CPU kernels (csrc/cpu). All calls release the GIL."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from decode_worker.kernels.state import HeadState
 
@@ -26,16 +26,16 @@ class RingTimeout(RingError): ...  # the deadline passed; the ring is poisoned a
 class RingPoisoned(RingError): ...
 
 class RingProducer:
-    """One worker thread's end of a ring. Maps both memories (completions read-only); the fds may be closed
-    afterwards."""
+    """One worker thread's end of a ring. Maps both memories (completions read-only);
+    the fds may be closed afterwards."""
 
-    def __init__(self, requests_fd: int, completions_fd: int) -> None:
-        """Reads the geometry from the header that the daemon wrote; RingError if magic or version differ."""
     tickets: int
     runs_max: int
     pairs_max: int
     poisoned: bool
     in_flight: int  # tickets posted and not yet collected
+    def __init__(self, requests_fd: int, completions_fd: int) -> None:
+        """Reads the geometry from the header that the daemon wrote; RingError if magic or version differ."""
     def post(
         self,
         op: int,
@@ -155,14 +155,64 @@ class Step:
         codes: NDArray[Any] | None,  # uint64[layers, H, tokens, 4]
     ) -> None: ...
     def clear(self, slot: int) -> None: ...
-    def begin(self, slots: torch.Tensor, positions: torch.Tensor, rows: int, step: int) -> None:
+    def begin(self, slots: Tensor, positions: Tensor, rows: int, step: int) -> None:
         """slots, positions: int32, kept until the next call."""
-    def plan(self, layer: int, query: torch.Tensor, kind: int) -> tuple[bytes, bytes]:
+    def plan(self, layer: int, query: Tensor, kind: int) -> tuple[bytes, bytes]:
         """`look_up` without posting: runs (RUN_DTYPE) and pairs (uint32[n, 2])."""
     def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None: ...
-    def look_up(self, layer: int, query: torch.Tensor, kind: int) -> None: ...
-    def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None: ...
-    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None: ...
+    def look_up(self, layer: int, query: Tensor, kind: int) -> None: ...
+    def arrive(self, layer: int, key: Tensor, value: Tensor) -> None: ...
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None: ...
     def await_ticket(self, layer: int) -> None: ...
-    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None: ...
+    def attend(self, layer: int, query: Tensor, out: Tensor, lse: Tensor) -> None: ...
     def settle(self, timeout_us: int) -> None: ...
+
+# --- products (csrc/cpu/products.h): tensors of torch, read and written where they are ---
+
+class Matrix:
+    def __init__(self, weights: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> None:
+        """weights: float32, bfloat16 or int8 [out, in]; scales: float32 [out], of int8 only; bias: float32 [out]."""
+
+class ProductsLayer:
+    """One layer's float32 norms and its matrices; qkv: rows of q, k, v; gate_up: rows of gate, then of up."""
+
+    def __init__(
+        self,
+        *,
+        attention_norm: Tensor,
+        qkv: Matrix,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        output: Matrix,
+        mlp_norm: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
+    ) -> None: ...
+
+class Products:
+    """decode_worker.kernels.products.Products over fixed tensors. ValueError for shapes that do not fit each other."""
+
+    def __init__(
+        self,
+        *,
+        embedding: Matrix,
+        layers: list[ProductsLayer],
+        final_norm: Tensor,
+        head: Matrix,
+        tokens: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        next_query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention: Tensor,
+        logits: Tensor,
+        frequencies: Tensor,  # float32, of every rotated pair
+        rotation_factor: float,
+        norm_eps: float,
+        positions_max: int,
+        threads: int,
+    ) -> None: ...
+    def embed(self, rows: int) -> None: ...
+    def layer(self, layer: int, rows: int, speculate: bool) -> None: ...
+    def finish(self, rows: int) -> None: ...

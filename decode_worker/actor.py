@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import ray
 
-from decode_worker.config import WorkerConfig
+from decode_worker.config import ENVIRONMENT, WorkerConfig
 from decode_worker.scheduler import Piece, Request
 from decode_worker.worker import PrefillReport, Worker
 from kvstore_service.shared.scratch import Scratch
@@ -125,7 +125,8 @@ def _init(cpus: int, directory: str) -> None:
 def worker_actor(**options: Any) -> Any:
     """`Worker` as an actor's class. What ends or watches a call has threads of its own: the others may all wait."""
     grouped = ray.remote(concurrency_groups={CONTROL: 2})(Worker)
-    return grouped.options(num_cpus=1, max_concurrency=CONCURRENCY, **options)
+    environment = {"env_vars": {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}}
+    return grouped.options(num_cpus=1, max_concurrency=CONCURRENCY, runtime_env=environment, **options)
 
 
 class RemoteWorker:

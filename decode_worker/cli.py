@@ -8,18 +8,18 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode_worker.config import DEFAULTS, KEYS, ConfigError, WorkerConfig
+from decode_worker.config import DEFAULTS, ENVIRONMENT, KEYS, ConfigError, WorkerConfig
 from decode_worker.model.errors import CheckpointError
 from kvstore_service.client import StoreError
 from kvstore_service.shared.settings import Parser, add_flags, count, number
 
 DEMO_CONTEXT = 32768
 DEMO_QUESTIONS = 100
+DEMO_LENGTHS = (8192, 32768, 131072)
 # Questions and answers live behind the document.
 DEMO_ROOM = 512
 AGAIN_S = 0.01
@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, _end)
     sys.unraisablehook = _end_again
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         arguments.run(arguments)
     except ConfigError as error:
@@ -103,6 +105,15 @@ def _parser() -> argparse.ArgumentParser:
         "--context", type=_positive, default=DEMO_CONTEXT, dest="tokens", metavar="N",
         help="tokens of the document (a multiple of 256 from 1024 on; default: %(default)s)",
     )  # fmt: skip
+    demo.add_argument(
+        "--long", type=_lengths, default=DEMO_LENGTHS, metavar="N,N",
+        help="stored tokens behind which a long generation is timed, multiples of 256 from 1024 on, or none "
+        f"(default: {','.join(map(str, DEMO_LENGTHS))})",
+    )  # fmt: skip
+    demo.add_argument(
+        "--document", type=Path, metavar="FILE",
+        help="UTF-8 text to plant facts in, as long as --context (default: our documentation, and made lines)",
+    )  # fmt: skip
     demo.add_argument("--no-ray", action="store_true", help="run the worker in this process (default: in a local Ray)")
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     demo.set_defaults(run=_demo)
@@ -135,21 +146,27 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--private", action="store_true", help="start a daemon of its own instead of using the node's"
     )
+    generate.add_argument(
+        "--json", action="store_true", help="print one JSON object with the text and the figures instead of the text"
+    )
     generate.set_defaults(run=_generate)
     add_flags(generate, KEYS, DEFAULTS)
     return parser
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from decode_worker import demo
-
-    if arguments.tokens % 256 or arguments.tokens < 1024:
+    if not _is_length(arguments.tokens):
         raise ConfigError(f"--context {arguments.tokens}: write a multiple of 256 from 1024 on")
+    from decode_worker.demo import run as demo
+
     arguments.context = None
     config = WorkerConfig.resolve(
         arguments, model=demo.DEFAULT_MODEL, context=arguments.tokens + DEMO_ROOM, name="demo"
     )
-    demo.run(config, arguments.tokens, arguments.questions, not arguments.no_ray, arguments.json)
+    request = demo.Request(
+        arguments.tokens, arguments.questions, arguments.long, arguments.document, not arguments.no_ray, arguments.json
+    )
+    demo.run(config, request)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -159,13 +176,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     from decode_worker.model.sampling import Sampling
 
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.top_k, config.seed)
-    started = time.monotonic()
-    produced = run(
-        config, arguments.prompt_file, arguments.new_tokens, sampling, arguments.stop, private=arguments.private
-    )
-    early = "at a stop text or " if arguments.stop else ""
-    ended = "" if produced == arguments.new_tokens else f"; then the text ended ({early}at its end-of-sequence token)"
-    print(f"\n{produced} tokens in {time.monotonic() - started:.1f} s{ended}", file=sys.stderr)
+    run(
+        config, arguments.prompt_file, arguments.new_tokens, sampling, arguments.stop,
+        private=arguments.private, as_json=arguments.json,
+    )  # fmt: skip
 
 
 def _checked(parse: Callable[[Any], Any]) -> Callable[[str], Any]:
@@ -187,6 +201,20 @@ def _share(text: str) -> float:
     raise ValueError("write a number above 0, at most 1")
 
 
+def _is_length(tokens: int) -> bool:
+    return tokens % 256 == 0 and tokens >= 1024
+
+
+def _length_list(text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    parse = count(1, 1 << 24)
+    lengths = tuple(parse(part) for part in text.split(","))
+    if not all(_is_length(tokens) for tokens in lengths):
+        raise ValueError("write multiples of 256 from 1024 on with commas between (8192,32768), or none")
+    return lengths
+
+
 def _some_text(text: str) -> str:
     if not text:
         raise ValueError("write the text that ends the generation")
@@ -194,6 +222,7 @@ def _some_text(text: str) -> str:
 
 
 _positive = _checked(count(1, 1 << 24))
+_lengths = _checked(_length_list)
 _natural = _checked(count(0, 1 << 24))
 
 

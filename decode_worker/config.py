@@ -29,7 +29,11 @@ from kvstore_service.shared.settings import (
     size,
 )
 
-__all__ = ["DEFAULTS", "KEYS", "ConfigError", "WorkerConfig"]
+__all__ = ["DEFAULTS", "ENVIRONMENT", "KEYS", "ConfigError", "WorkerConfig"]
+
+# What our processes set, where nobody has, before they import torch: its threads sleep at the end of each product.
+# Threads that spin take busy cores from the very threads that they wait for.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class WorkerConfig:
     context: int = 32768
     slots: int = 1
     compute: str = "float32"
+    weights: str = "compute"
     storage: str = "bfloat16"
     order: str = "clustered"
     staging_bytes: int = 16 << 20
@@ -162,6 +167,7 @@ KEYS = (
     Key("context", None, count(64, 1 << 24), "declared maximum of tokens per session"),
     Key("slots", None, count(1, 4096), "sessions bound at a time"),
     Key("compute", None, choice("float32", "bfloat16"), "dtype of the computation"),
+    Key("weights", None, choice("compute", "int8"), "matrices of a decode step: the computation's dtype, or int8"),
     Key("storage", None, choice("float32", "bfloat16"), "dtype of stored K and V"),
     Key("order", None, choice("clustered", "token"), "order of records in a pack"),
     Key("staging_bytes", None, size(1 << 16), "memory through which packs are written"),

@@ -17,11 +17,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and, where there is one, its rival or physical limit from the same run; `ratio` = value /
-    rival_value."""
+    """A figure and, where there is one, its rival or physical limit from the same run; `ratio` = value / rival_value.
+
+    Without a value the figure was not run, and `unit` says why."""
 
     name: str
-    value: float
+    value: float | None
     unit: str
     rival: str | None = None
     rival_value: float | None = None
@@ -29,6 +30,10 @@ class Figure:
     runs: int = 1
     min: float | None = None
     max: float | None = None
+
+    @classmethod
+    def not_run(cls, name: str, reason: str) -> Figure:
+        return cls(name, None, f"not run: {reason}", runs=0)
 
     @classmethod
     def of_runs(
@@ -72,7 +77,7 @@ def print_table(title: str, figures: Sequence[Figure]) -> None:
         table.add_column(column, justify="left" if column in ("figure", "unit", "rival") else "right")
     for f in figures:
         table.add_row(
-            f.name, *(_show(v) for v in (f.value,)), f.unit, _show(f.min), _show(f.max),
+            f.name, _show(f.value), f.unit, _show(f.min), _show(f.max),
             f.rival or "", _show(f.rival_value), _show(f.ratio),
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 140).print(table)

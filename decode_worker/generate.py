@@ -1,36 +1,45 @@
-"""`headgate generate`: streams the continuation of a text file by a user's own checkpoint."""
+"""`headgate generate`: streams the continuation of a text file by a user's own checkpoint, and says what it took."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decode_worker.config import WorkerConfig
+from decode_worker.figures import Figure, report
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import Tokenizer
-from decode_worker.scheduler import Request
+from decode_worker.scheduler import Finish, Request, Usage
+from decode_worker.text_file import read_text
 from decode_worker.worker import Worker
 from kvstore_service.client import StoreClient, StoreError
 from kvstore_service.client.private import PrivateDaemon
 from kvstore_service.shared.scratch import Scratch, disk
-from kvstore_service.shared.types import format_size
-
-# More than any context holds; a device or a disk image is not read to its end.
-PROMPT_BYTES_MAX = 256 << 20
 
 
 def run(
-    config: WorkerConfig, prompt_file: Path, new_tokens: int, sampling: Sampling, stop: Sequence[str], private: bool
-) -> int:
-    """Prints text as it comes; returns the number of tokens. Raises ValueError, StoreError, CheckpointError,
-    OSError."""
+    config: WorkerConfig,
+    prompt_file: Path,
+    new_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[str],
+    *,
+    private: bool,
+    as_json: bool,
+) -> None:
+    """Prints text as it comes and then, on stderr, what it took; or both at the end in one JSON object.
+
+    Raises ValueError, StoreError, CheckpointError, OSError."""
     ids = _encode(config, prompt_file, new_tokens)
     with contextlib.ExitStack() as stack:
         if private:
@@ -40,12 +49,46 @@ def run(
         else:
             _require_daemon(config)
         worker = stack.enter_context(contextlib.closing(Worker(config)))
-        return _stream(worker, Request(ids, new_tokens, sampling, stop=tuple(stop)))
+        request = Request(ids, new_tokens, sampling, stop=tuple(stop))
+        text, finish, usage = _stream(worker, request, None if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps({**report(_figures(usage)), "finish": finish.value, "text": text}, indent=2))
+    else:
+        print("\n" + summary(usage, finish), file=sys.stderr)
+
+
+def summary(usage: Usage, finish: Finish) -> str:
+    """One line for people."""
+    first_s = usage.waited_s + usage.prefill_s
+    total_s = first_s + usage.decode_s
+    first = f": the first after {first_s:.2f} s" if usage.generated else ""
+    steps = f", then {_rate(usage):.1f} tokens/s" if usage.generated > 1 else ""
+    prefill = f"; prefill took {usage.prefill_s / total_s:.0%} of it"
+    reused = f", {usage.reused:,} of {usage.prompt:,} prompt tokens were in the store"
+    ended = "; then the text ended (at its end-of-sequence token or a stop text)" if finish is Finish.STOP else ""
+    return f"{usage.generated} tokens in {total_s:.1f} s{first}{steps}{prefill}{reused}{ended}"
+
+
+def _figures(usage: Usage) -> list[Figure]:
+    first_s = usage.waited_s + usage.prefill_s
+    return [
+        Figure("time_to_first_token", first_s, "s"),
+        Figure("decode", _rate(usage), "tokens/s"),
+        Figure("prefill_share", usage.prefill_s / (first_s + usage.decode_s), "prefill / all"),
+        Figure("prompt_tokens", usage.prompt, "tokens"),
+        Figure("reused_tokens", usage.reused, "tokens"),
+        Figure("generated_tokens", usage.generated, "tokens"),
+    ]
+
+
+def _rate(usage: Usage) -> float:
+    """Tokens per second behind the first one, which the prefill made; 0 without any."""
+    return (usage.generated - 1) / usage.decode_s if usage.generated > 1 else 0.0
 
 
 def _encode(config: WorkerConfig, prompt_file: Path, new_tokens: int) -> list[int]:
     """Token ids of the prompt; refuses what cannot run before a daemon is started or weights are loaded."""
-    text = _read_prompt(prompt_file)
+    text = read_text("--prompt-file", prompt_file)
     shape = Checkpoint.open(config.model).config
     shape.check_context(config.context)
     ids = Tokenizer.load(config.model, shape.vocab).encode(text)
@@ -75,36 +118,23 @@ def _require_daemon(config: WorkerConfig) -> None:
         raise StoreError(error.code, f"{error.message}; {fix}") from error
 
 
-def _stream(worker: Worker, request: Request) -> int:
+def _stream(worker: Worker, request: Request, shown: TextIO | None) -> tuple[str, Finish, Usage]:
+    """Shows the text as it comes, and ends with it."""
     columns = (TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    count = 0
+    texts: list[str] = []
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task("prefill", total=None)
         pieces = worker.generate(request, lambda done, total: bar.update(row, completed=done, total=total))
-        first = next(pieces, None)
+        first = next(pieces)
     try:
-        for piece in itertools.chain([] if first is None else [first], pieces):
-            count += piece.token is not None
-            print(piece.text, end="", flush=True)
+        for piece in itertools.chain([first], pieces):
+            texts.append(piece.text)
+            if shown is not None:
+                print(piece.text, end="", file=shown, flush=True)
     finally:
-        print(flush=True)
-    return count
-
-
-def _read_prompt(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(PROMPT_BYTES_MAX + 1)
-        text = content.decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"--prompt-file {path}: {error.strerror}; give a text file that can be read") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt-file {path}: byte {error.start} is not UTF-8; give a text file") from None
-    if "\0" in text:
-        raise ValueError(f"--prompt-file {path}: byte {content.index(0)} is NUL, as in a binary file; give a text file")
-    if len(content) > PROMPT_BYTES_MAX:
-        raise ValueError(f"--prompt-file {path}: longer than {format_size(PROMPT_BYTES_MAX)}; give a shorter text")
-    if not text.strip():
-        raise ValueError(f"--prompt-file {path}: the prompt is empty; give a file with text")
-    return text
+        if shown is not None:
+            print(file=shown, flush=True)
+    assert piece.finish is not None, "the last piece of a text says how it ended"
+    assert piece.usage is not None
+    return "".join(texts), piece.finish, piece.usage

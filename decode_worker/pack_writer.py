@@ -17,7 +17,8 @@ from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.plan import RUN_DTYPE
 from decode_worker.records import RecordFormat
 from decode_worker.retrieval.base import Retriever
-from decode_worker.transport import StagingRing, Transport
+from decode_worker.transport import Posted, Transport
+from decode_worker.work import Caller, Pause, Pieces
 from kvstore_service.client import (
     CommittedPack,
     PackImportance,
@@ -53,10 +54,14 @@ class PackDraft:
     stored_order: NDArray[np.uint16] | None = None  # stored, not indexed: [layers, H, n]
     orders: list[NDArray[np.uint16]] = field(default_factory=list)  # per layer [H, n]
     index_layers: list[Any] = field(default_factory=list)
+    posted: list[Posted] = field(default_factory=list)  # STORE tickets
 
 
 class PackWriter:
-    """`clustered=False` keeps records in token order. StoreError on whatever the store refuses."""
+    """`clustered=False` keeps records in token order. StoreError on whatever the store refuses.
+
+    Drafts of several prompts and tails may be on their way at once. `reserve`, `seal` and `abort` only call the store,
+    and may do so in another thread than the one that does the pieces."""
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class PackWriter:
         client: StoreClient,
         transport: Transport,
         catalogue: PackCatalogue,
+        caller: Caller,
         *,
         clustered: bool,
     ) -> None:
@@ -73,8 +79,8 @@ class PackWriter:
         self._client = client
         self._transport = transport
         self._catalogue = catalogue
+        self._caller = caller
         self._clustered = clustered
-        self._staging: StagingRing | None = None
 
     def reserve(
         self, session_id: str, reservations: Sequence[PackReservation], compete: bool = False
@@ -83,7 +89,6 @@ class PackWriter:
         been looked at, if stored packs are damaged: reserve again, and they are written anew."""
         if not reservations:
             return []
-        self._staging = StagingRing(self._transport, self._records.staged_bytes(max(r.tokens for r in reservations)))
         answers = self._client.reserve_pack(session_id, reservations, compete)
         drafts = [PackDraft(*pair) for pair in zip(reservations, answers, strict=True)]
         try:
@@ -111,7 +116,7 @@ class PackWriter:
 
     def store(
         self, draft: PackDraft, layer: int, keys: torch.Tensor, values: torch.Tensor, importance: torch.Tensor
-    ) -> None:
+    ) -> Pieces[None]:
         """Orders, indexes and stages one layer: K, V [n, H, d]; importance [H, n]. Layers come in order."""
         if draft.known is not None:
             return
@@ -120,7 +125,9 @@ class PackWriter:
         draft.orders.append(order)
         draft.index_layers.append(self._retriever.build(layer, rounded.numpy(), order))
         if draft.reserved.upload_id is not None:
+            yield from self._transport.staging.room(self._records.staged_bytes(len(keys)))
             self._stage(draft, layer, keys, values, order)
+        yield None
 
     def _order(self, draft: PackDraft, layer: int, keys: torch.Tensor, importance: torch.Tensor) -> NDArray[np.uint16]:
         if draft.stored_order is not None:
@@ -141,19 +148,24 @@ class PackWriter:
                 runs["arg"][head] = offset + at
             return runs
 
-        assert self._staging is not None, "reserve comes first"
-        self._staging.store(layer, fill)
+        posted = self._transport.staging.store(layer, self._records.staged_bytes(len(keys)), fill)
+        draft.posted.append(posted)
 
-    def flush(self) -> None:
-        """Returns when the daemon has acknowledged every stored layer."""
-        if self._staging is not None:
-            self._staging.flush()
+    def flush(self, drafts: Sequence[PackDraft]) -> Pieces[None]:
+        """Until the daemon has acknowledged every staged layer."""
+        for posted in [posted for draft in drafts for posted in draft.posted]:
+            yield posted
+            posted.check()
 
-    def commit(self, session_id: str, drafts: Sequence[PackDraft]) -> list[IndexedPack]:
+    def commit(self, session_id: str, drafts: Sequence[PackDraft]) -> Pieces[list[IndexedPack]]:
         """Makes the drafts durable; a pack that another writer committed first is taken from the store.
 
         LeftAlone if another worker does not commit a pack that this one has left to it."""
-        self._await_others(session_id, drafts)
+        yield from self.flush(drafts)
+        yield from self._await_others(session_id, drafts)
+        return (yield from self._caller.call(self._commit, session_id, drafts))
+
+    def _commit(self, session_id: str, drafts: Sequence[PackDraft]) -> list[IndexedPack]:
         mine = [d.reserved.upload_id for d in drafts if d.reserved.upload_id is not None]
         committed = iter(self._client.commit_pack(session_id, mine) if mine else [])
         packs, fresh = [], []
@@ -166,17 +178,18 @@ class PackWriter:
         self._hint(session_id, packs)
         return packs
 
-    def _await_others(self, session_id: str, drafts: Sequence[PackDraft]) -> None:
-        """Returns when every pack that other workers are writing is stored."""
+    def _await_others(self, session_id: str, drafts: Sequence[PackDraft]) -> Pieces[None]:
+        """Until every pack that other workers are writing is stored."""
         deadline = time.monotonic() + OTHERS_WAIT_S
         while theirs := [draft for draft in drafts if draft.reserved.retry_after_s is not None]:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise LeftAlone(len(theirs), compete=True)
-            time.sleep(min(remaining_s, *(draft.reserved.retry_after_s or 0 for draft in theirs)))
+            yield Pause(min(remaining_s, *(draft.reserved.retry_after_s or 0 for draft in theirs)))
             parents = dict(zip(map(id, drafts[1:]), (d.reserved.pack.pack_id for d in drafts), strict=False))
             again = [replace(d.reservation, parent=parents.get(id(d), d.reservation.parent)) for d in theirs]
-            for draft, answer in zip(theirs, self._client.reserve_pack(session_id, again), strict=True):
+            answers = yield from self._caller.call(self._client.reserve_pack, session_id, again)
+            for draft, answer in zip(theirs, answers, strict=True):
                 draft.reserved = answer
             given_up = [draft for draft in theirs if draft.reserved.upload_id is not None]
             if given_up:

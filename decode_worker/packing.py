@@ -23,8 +23,8 @@ def token_order(heads: int, tokens: int) -> NDArray[np.uint16]:
 def clustered_order(keys: torch.Tensor, importance: torch.Tensor) -> NDArray[np.uint16]:
     """Record -> token, uint16[H, n], for one pack and layer.
 
-    keys: float32 [H, n, d]; importance: float32 [H, n], any scale. The `HOT_FRACTION` most important tokens form
-    class 0.
+    keys: float32 [H, n, d]; importance: float32 [H, n], any scale.
+    The `HOT_FRACTION` most important tokens form class 0.
     """
     heads, tokens, _ = keys.shape
     cluster = _cluster_rank(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_worker.failures import refused_for_now
+from decode_worker.failures import is_lost
 from decode_worker.retrieval.base import Retriever
 from decode_worker.retrieval.index import IndexFormatError, PackIndex
 from kvstore_service.client import PackRef, SidecarKey, StoreClient, StoreError
@@ -35,12 +36,15 @@ class IndexedPack:
 
 
 class PackCatalogue:
-    """Loads maps and index sidecars of committed packs from the daemon, and keeps the most recently used ones."""
+    """Loads maps and index sidecars of committed packs from the daemon, and keeps the most recently used ones.
+
+    Thread-safe."""
 
     def __init__(self, client: StoreClient, retriever: Retriever, packs_max: int = 4096) -> None:
         self._client = client
         self._retriever = retriever
         self._packs_max = packs_max
+        self._lock = threading.Lock()
         self._packs: OrderedDict[tuple[bytes, bytes], IndexedPack] = OrderedDict()
         self._unpublished: list[IndexedPack] = []
         self.sidecars_refused = 0
@@ -49,14 +53,15 @@ class PackCatalogue:
         """From memory, else from the daemon; None if there is no good index of the pack for this retriever.
 
         StoreError (DATA_LOSS) if the pack itself is damaged."""
-        key = (ref.pack_id, ref.build)
-        if key not in self._packs:
+        with self._lock:
+            pack = self._packs.get((ref.pack_id, ref.build))
+        if pack is None:
             index = self._load(ref)
             if index is None:
                 return None
-            self._remember(IndexedPack(ref, self._client.get_map(ref), index))
-        self._packs.move_to_end(key)
-        return self._packs[key]
+            pack = IndexedPack(ref, self._client.get_map(ref), index)
+        self._remember(pack)
+        return pack
 
     def _load(self, ref: PackRef) -> PackIndex | None:
         """A damaged index is none: it can be made again from the pack, and then replaces the damaged one."""
@@ -71,29 +76,34 @@ class PackCatalogue:
             return None
 
     def publish(self, packs: Sequence[IndexedPack]) -> None:
-        """Keeps indexed packs, and stores their indexes beside them as far as the store has room.
+        """Keeps indexed packs, and stores their indexes beside them as far as the store takes them.
 
-        An index without room is counted and offered again with the next ones: others can make it themselves."""
+        One that it does not take is counted and offered again with the next ones: others can make it themselves."""
         for pack in packs:
             self._remember(pack)
-        waiting = [*self._unpublished, *packs]
-        self._unpublished = []
+        with self._lock:
+            waiting, self._unpublished = [*self._unpublished, *packs], []
+        refused = []
         for pack in waiting:
             try:
                 self._client.put_sidecar(self._sidecar_key(pack.ref), pack.index.save())
             except StoreError as error:
                 if error.code in ("NOT_FOUND", "FAILED_PRECONDITION"):  # evicted, or replaced by another build
                     continue
-                if not refused_for_now(error):
+                if is_lost(error):
                     raise
-                self._unpublished.append(pack)
-                self.sidecars_refused += 1
-        del self._unpublished[:-UNPUBLISHED_MAX]
+                refused.append(pack)
+        with self._lock:
+            self.sidecars_refused += len(refused)
+            self._unpublished = [*self._unpublished, *refused][-UNPUBLISHED_MAX:]
 
     def _remember(self, pack: IndexedPack) -> None:
-        self._packs[(pack.ref.pack_id, pack.ref.build)] = pack
-        while len(self._packs) > self._packs_max:
-            self._packs.popitem(last=False)
+        key = (pack.ref.pack_id, pack.ref.build)
+        with self._lock:
+            self._packs[key] = pack
+            self._packs.move_to_end(key)
+            while len(self._packs) > self._packs_max:
+                self._packs.popitem(last=False)
 
     def _sidecar_key(self, ref: PackRef) -> SidecarKey:
         return SidecarKey(ref.pack_id, ref.build, self._retriever.name, self._retriever.parameters)

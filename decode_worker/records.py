@@ -50,8 +50,8 @@ class RecordFormat:
         values: torch.Tensor,
         order: NDArray[np.uint16],
     ) -> int:
-        """Writes one segment (K, V: [n, d]; order: uint16[n], record -> token) into `part`; returns its offset
-        there."""
+        """Writes one segment (K, V: [n, d]; order: uint16[n], record -> token) into `part`;
+        returns its offset there."""
         tokens = len(order)
         at = head * self._head_bytes(tokens)
         record_end = at + tokens * self.record_bytes

@@ -1,10 +1,13 @@
-"""Continuous batching: requests join and leave one engine between decode steps, a token of each per step."""
+"""Continuous batching: requests join and leave one engine between decode steps, a token of each per step.
+
+Between two steps the most urgent prompt gets a bounded piece of its prefill, so that none holds up those that decode.
+"""
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
-import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +16,41 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from decode_worker.failures import is_lost
 from decode_worker.model.sampling import Sampler, Sampling
 from decode_worker.model.tokenizer import TextStream
-from decode_worker.policy.base import TailFull
 from decode_worker.stop_text import StopText
-from kvstore_service.client import StoreError
+from decode_worker.turns import Turns
 
-TURN_S = 0.05  # until a thread looks again whether anybody drives the engine
+PIECES_S = 0.02  # of prefill between two steps, or one piece that takes longer
 
-Session = TypeVar("Session")
+
+class HasReuse(Protocol):
+    """A session, as far as a scheduler looks at it. `reused`: of the prompt's tokens, not computed."""
+
+    reused: int
+
+
+Session = TypeVar("Session", bound=HasReuse)
 Progress = Callable[[int, int], None]
+
+
+SessionOf = TypeVar("SessionOf", covariant=True)
+
+
+class Prompt(Protocol[SessionOf]):
+    """A prefill in pieces (decode_worker.work.Work)."""
+
+    @property
+    def waiting(self) -> bool: ...
+
+    @property
+    def result(self) -> tuple[SessionOf, torch.Tensor]: ...
+
+    def advance(self, budget_s: float) -> bool: ...
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def give_up(self, error: BaseException | None) -> None: ...
 
 
 class Engine(Protocol[Session]):
@@ -32,9 +59,11 @@ class Engine(Protocol[Session]):
     @property
     def free_slots(self) -> int: ...
 
-    def prefill(self, ids: Sequence[int], progress: Progress | None, growth: int) -> tuple[Session, torch.Tensor]: ...
+    def begin(self, ids: Sequence[int], progress: Progress | None, growth: int) -> Prompt[Session]: ...
 
-    def step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> torch.Tensor: ...
+    def advance(
+        self, sessions: Sequence[Session], tokens: Sequence[int]
+    ) -> tuple[torch.Tensor, list[Exception | None]]: ...
 
     def close_session(self, session: Session) -> None: ...
 
@@ -60,19 +89,36 @@ class Request:
             raise ValueError(f"new_tokens is {self.new_tokens}; ask for at least 1")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A generated token and the text that can be shown with it; the last piece of a text may have no token."""
-
-    token: int | None
-    text: str
-
-
 class Finish(Enum):
     LENGTH = "length"  # new_tokens were generated
     STOP = "stop"  # a stop token or a stop string
     CANCELLED = "cancelled"
     FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a generation took, in tokens and seconds: waiting for its prefill to begin, the prefill, its steps.
+
+    `reused`: of the prompt's tokens, read from the store instead of computed."""
+
+    prompt: int
+    reused: int
+    generated: int
+    waited_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A generated token and the text that can be shown with it. The last piece of a text has no token, but says how it
+    ended and what it took."""
+
+    token: int | None
+    text: str
+    finish: Finish | None = None
+    usage: Usage | None = field(default=None, compare=False)
 
 
 @dataclass(eq=False)
@@ -87,7 +133,12 @@ class Generation(Generic[Session]):
     pieces: deque[Piece] = field(default_factory=deque)  # not taken yet
     produced: int = 0
     last: int = -1  # the latest token, which no step has processed yet
+    turn: tuple[int, int] = (0, 0)  # the lower, the sooner its prompt is computed
+    work: Prompt[Session] | None = None  # its prefill, once it has begun
     session: Session | None = None
+    submitted_s: float = field(default_factory=time.monotonic)
+    begun_s: float | None = None
+    prefilled_s: float | None = None
     finish: Finish | None = None
     error: Exception | None = None
 
@@ -97,13 +148,12 @@ class Scheduler(Generic[Session]):
 
     `lock` is held while the engine computes, by whoever else uses the engine too."""
 
-    def __init__(self, engine: Engine[Session], text_stream: Callable[[], TextStream], lock: threading.RLock) -> None:
+    def __init__(self, engine: Engine[Session], text_stream: Callable[[], TextStream], lock: Turns) -> None:
         self._lock = lock
-        self._advanced = threading.Condition()
         self._engine = engine
         self._text_stream = text_stream
         self._arrivals = itertools.count()
-        self._waiting: list[tuple[int, int, Generation[Session]]] = []
+        self._prompts: list[Generation[Session]] = []  # whose prefill has not ended, the most urgent first
         self._running: list[Generation[Session]] = []
 
     @property
@@ -120,7 +170,8 @@ class Scheduler(Generic[Session]):
         with self._lock:
             if request.key and any(other.request.key == request.key for other in self._open()):
                 raise ValueError(f"key {request.key!r} is another request's, which has not ended; use a new one")
-            heapq.heappush(self._waiting, (-request.priority, next(self._arrivals), generation))
+            generation.turn = (-request.priority, next(self._arrivals))
+            bisect.insort(self._prompts, generation, key=lambda other: other.turn)
         return generation
 
     def stream(self, generation: Generation[Session]) -> Iterator[Piece]:
@@ -138,28 +189,24 @@ class Scheduler(Generic[Session]):
 
     def _await_piece(self, generation: Generation[Session]) -> bool:
         """Drives the engine until there is one, or sleeps while another thread does. False behind the last one."""
-        while not generation.pieces and generation.finish is None:
-            if self._lock.acquire(blocking=False):
+
+        def moved() -> bool:
+            return bool(generation.pieces) or generation.finish is not None
+
+        while not moved():
+            if self._lock.acquire(unless=moved):
                 try:
                     self.advance()
                 finally:
                     self._lock.release()
-            else:
-                with self._advanced:
-                    if not generation.pieces and generation.finish is None:
-                        self._advanced.wait(TURN_S)
         return bool(generation.pieces)
 
     def advance(self) -> bool:
-        """Admits one request, then makes one step of all that run. False if there was nothing to do."""
+        """Computes a piece of one prompt, then makes one step of all that run. False if there was nothing to do."""
         with self._lock:
             busy = self.busy
-            try:
-                self._admit()
-                self._step()
-            finally:
-                with self._advanced:
-                    self._advanced.notify_all()
+            self._prefill()
+            self._step()
             return busy
 
     def cancel(self, generation: Generation[Session], error: BaseException | None = None) -> None:
@@ -167,8 +214,6 @@ class Scheduler(Generic[Session]):
         with self._lock:
             if generation.finish is not None:
                 return
-            self._waiting = [entry for entry in self._waiting if entry[2] is not generation]
-            heapq.heapify(self._waiting)
             self._end(generation, Finish.CANCELLED, error)
 
     def end(self, error: Exception) -> None:
@@ -176,7 +221,6 @@ class Scheduler(Generic[Session]):
         with self._lock:
             for generation in self._open():
                 self._fail(generation, error)
-            self._waiting = []
 
     def cancel_key(self, key: str) -> None:
         """Cancels the generation whose request has this key, if it runs or waits; not one without a key."""
@@ -186,27 +230,44 @@ class Scheduler(Generic[Session]):
                     self.cancel(generation)
 
     def _open(self) -> list[Generation[Session]]:
-        return [*self._running, *(entry[2] for entry in self._waiting)]
+        return [*self._running, *self._prompts]
 
-    # --- admission ---
+    # --- prompts ---
 
-    def _admit(self) -> None:
-        # Without a slot and with nobody who could free one the engine says why there is none.
-        while self._waiting and (self._engine.free_slots or not self._running):
-            *_, generation = heapq.heappop(self._waiting)
-            request = generation.request
-            try:
-                generation.session, logits = self._engine.prefill(
-                    request.prompt, generation.progress, request.new_tokens
-                )
-            except BaseException as error:
-                self._fail(generation, error)
-                if not isinstance(error, Exception):
-                    raise
-                continue  # its prompt cost the others nothing
-            self._running.append(generation)
-            self._take(generation, logits)
+    def _prefill(self) -> None:
+        """Goes on with the most urgent prompt that has something to do."""
+        generation = self._most_urgent()
+        if generation is None:
             return
+        request = generation.request
+        try:
+            if generation.work is None:
+                generation.begun_s = time.monotonic()
+                generation.work = self._engine.begin(request.prompt, generation.progress, request.new_tokens)
+            if not generation.work.advance(PIECES_S):
+                if not self._running:
+                    generation.work.wait(PIECES_S)
+                return
+            generation.session, logits = generation.work.result
+        except BaseException as error:
+            self._fail(generation, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        generation.work, generation.prefilled_s = None, time.monotonic()
+        self._prompts.remove(generation)
+        self._running.append(generation)
+        self._take(generation, logits)
+
+    def _most_urgent(self) -> Generation[Session] | None:
+        """Of those that wait for the store the first one, if nobody else has anything to do."""
+        begun = [generation for generation in self._prompts if generation.work is not None]
+        # Without a slot and with nobody who could free one the engine says why there is none.
+        may_begin = self._engine.free_slots > 0 or not (self._running or begun)
+        for generation in self._prompts:
+            if not generation.work.waiting if generation.work is not None else may_begin:
+                return generation
+        return begun[0] if begun else None
 
     # --- a step ---
 
@@ -215,32 +276,17 @@ class Scheduler(Generic[Session]):
         if not running:
             return
         try:
-            rows = self._engine.step([_session(g) for g in running], [g.last for g in running])
-        except (StoreError, TailFull) as error:
-            if is_lost(error) or len(running) == 1:
-                self._fail_all(running, error)
-            else:
-                self._step_alone(running)
-            return
+            rows, faults = self._engine.advance([_session(g) for g in running], [g.last for g in running])
         except BaseException as error:
             self._fail_all(running, error)
             if not isinstance(error, Exception):
                 raise
             return
-        for generation, logits in zip(running, rows, strict=True):
-            self._take(generation, logits)
-
-    def _step_alone(self, running: Sequence[Generation[Session]]) -> None:
-        """After an error that one of them caused: nobody has taken its token, and the others need not leave."""
-        for generation in running:
-            try:
-                (logits,) = self._engine.step([_session(generation)], [generation.last])
-            except BaseException as error:
-                self._fail(generation, error)
-                if not isinstance(error, Exception):
-                    raise
-            else:
+        for generation, logits, fault in zip(running, rows, faults, strict=True):
+            if fault is None:
                 self._take(generation, logits)
+            else:
+                self._fail(generation, fault)
 
     def _take(self, generation: Generation[Session], logits: torch.Tensor) -> None:
         """Chooses the next token, float32 logits [vocab], and says what of it can be shown."""
@@ -275,14 +321,22 @@ class Scheduler(Generic[Session]):
     def _end(self, generation: Generation[Session], finish: Finish, error: BaseException | None = None) -> None:
         """Frees the slot. What the store says to that is the generation's error, unless it has a better one."""
         self._running = [other for other in self._running if other is not generation]
-        session, generation.session = generation.session, None
-        generation.finish = finish
+        self._prompts = [other for other in self._prompts if other is not generation]
+        (session, generation.session), (work, generation.work) = (generation.session, None), (generation.work, None)
+        if work is not None:
+            work.give_up(error)
+        if session is not None:
+            self._close(generation, session, error)
+        rest = ""
         if not generation.stop_text.reached:
             rest = generation.stop_text.push(generation.stream.finish()) + generation.stop_text.finish()
-            if rest:
-                generation.pieces.append(Piece(None, rest))
-        if session is None:
-            return
+        if generation.error is None:
+            generation.pieces.append(Piece(None, rest, finish, _usage(generation, session)))
+        elif rest:
+            generation.pieces.append(Piece(None, rest))
+        generation.finish = finish
+
+    def _close(self, generation: Generation[Session], session: Session, error: BaseException | None) -> None:
         if error is not None:
             self._engine.give_up(session, error)
             return
@@ -291,6 +345,20 @@ class Scheduler(Generic[Session]):
         except Exception as closing:
             generation.error = closing
             self._engine.give_up(session, closing)
+
+
+def _usage(generation: Generation[Session], session: Session | None) -> Usage:
+    now_s = time.monotonic()
+    begun_s = now_s if generation.begun_s is None else generation.begun_s
+    prefilled_s = now_s if generation.prefilled_s is None else generation.prefilled_s
+    return Usage(
+        prompt=len(generation.request.prompt),
+        reused=session.reused if session is not None else 0,
+        generated=generation.produced,
+        waited_s=begun_s - generation.submitted_s,
+        prefill_s=prefilled_s - begun_s,
+        decode_s=now_s - prefilled_s,
+    )
 
 
 def _session(generation: Generation[Session]) -> Session:

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from decode_worker import _native
 from decode_worker.policy.plan import NO_PAIRS, Ticket
-from kvstore_service.client import RingGeometry, StoreClient, StoreError
+from decode_worker.window.base import WINDOWS, Window
+from decode_worker.work import Pieces
+from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 
 # grpc.StatusCode numbers that a run's `aux` carries (enum Fault in csrc/core/ring.h).
 FAULT_NAMES = {
@@ -29,14 +31,15 @@ FAULT_NAMES = {
 ABORTED = 10
 DATA_LOSS = 15
 LATE_RETRY_S = 1.0  # after runs whose disk reads or writes were too slow
+PART_ALIGN = 64
 BEAT_MARGIN_NS = 500_000_000  # a beat comes every 50 ms, but a loaded machine may delay it
 
 
 class Transport:
     """Registers with the daemon and maps what it shares. One thread uses it at a time.
 
-    `window` and `staging` are uint8 arrays over shared memory; `decode` is the ring of the decode steps, `bulk` the
-    one of restores and stores. After a RingTimeout everything is poisoned: close, and make a new Transport.
+    `window` is where records arrive, `staging` what STORE tickets read; `decode` is the ring of the decode steps,
+    `bulk` the one of restores and stores. After a RingTimeout everything is poisoned: close, and make a new Transport.
     """
 
     def __init__(
@@ -60,15 +63,14 @@ class Transport:
             wait_ms=wait_ms,
         )
         self.pack_tokens = memory.pack_tokens
-        self._window_map = mmap.mmap(memory.window_fd, window_bytes)
-        self._staging_map = mmap.mmap(memory.staging_fd, staging_bytes)
-        self.window = np.frombuffer(self._window_map, dtype=np.uint8)
-        self.staging = np.frombuffer(self._staging_map, dtype=np.uint8)
-        self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
-        self._posted: deque[int] = deque()  # bulk tickets that nobody has collected
-        self._ended: deque[NDArray[np.uint32]] = deque()  # answers to bulk tickets before these
+        with contextlib.closing(memory):
+            self.window = _window(memory)
+            self.window.self_test()
+            self._staging_map = mmap.mmap(memory.staging_fd, staging_bytes)
+            self.staging = Staging(self, np.frombuffer(self._staging_map, dtype=np.uint8))
+            self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
+        self._posted: deque[Posted] = deque()  # bulk tickets, the oldest first
         self._next_seq = 0
-        memory.close()
         client.serve_rings()
         client.guard(self.require_daemon)
 
@@ -83,51 +85,58 @@ class Transport:
         if self.decode.poisoned or self.bulk.poisoned or silence_ns > self.wait_us * 1000 + BEAT_MARGIN_NS:
             raise StoreError("DEADLINE_EXCEEDED", "the store does not answer: this worker is finished, make a new one")
 
-    def run(self, tickets: Iterable[Ticket]) -> None:
-        """Posts bulk tickets as credit allows and returns when all are done. Raises StoreError on the first failed
-        run."""
-        self.settle()
-        for ticket in tickets:
-            self.post(ticket)
-        while self._posted or self._ended:
-            self.collect()
-
-    def post(self, ticket: Ticket) -> None:
-        """Posts one bulk ticket, whose end somebody collects."""
-        self._posted.append(self._post(ticket))
-
-    def collect(self) -> None:
-        """Returns when the oldest posted ticket is done. StoreError if a run of it failed."""
-        raise_for_status(self._ended.popleft() if self._ended else self._await_oldest())
-
-    def fetch(self, ticket: Ticket) -> None:
-        """Posts one bulk ticket and returns when it is done, whatever else is under way. StoreError if a run failed."""
-        raise_for_status(self.bulk.wait(self._post(ticket), self.wait_us))
-
-    def settle(self) -> None:
-        """Waits for bulk tickets that a failed call left behind, whatever became of them."""
-        self._ended.clear()
-        while self._posted:
-            self._await_oldest()
-
-    def _post(self, ticket: Ticket) -> int:
-        """A ring takes a ticket once the one that many before it has been collected."""
-        while self._posted and self._next_seq - self._posted[0] >= self.bulk.tickets:
-            self._ended.append(self._await_oldest())
+    def post(self, ticket: Ticket) -> Posted:
+        """Posts one bulk ticket; waits first if the ring is full of others."""
+        while not self._takes():
+            self._posted[0].settle()
+            self._posted.popleft()
         seq = self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs, self.wait_us)
+        self._posted.append(Posted(self.bulk, seq, self.wait_us))
         self._next_seq = seq + 1
-        return seq
+        return self._posted[-1]
 
-    def _await_oldest(self) -> NDArray[np.uint32]:
-        return self.bulk.wait(self._posted.popleft(), self.wait_us)
+    def room(self) -> Pieces[None]:
+        """Until the ring takes another bulk ticket at once."""
+        while True:
+            while self._posted and self._posted[0].done():
+                self._posted.popleft().settle()
+            if self._takes():
+                return
+            yield self._posted[0]
+
+    def run(self, tickets: Iterable[Ticket]) -> Pieces[None]:
+        """Posts bulk tickets as the ring takes them, until all are done. StoreError on the first failed run."""
+        under_way = []
+        for ticket in tickets:
+            yield from self.room()
+            under_way.append(self.post(ticket))
+            yield None
+        for posted in under_way:
+            yield posted
+            posted.check()
+
+    def _takes(self) -> bool:
+        """A ring takes a ticket once the one that many before it has been collected."""
+        return not self._posted or self._next_seq - self._posted[0].seq < self.bulk.tickets
 
     def close(self) -> None:
         self.decode.close()
         self.bulk.close()
-        self.window = self.staging = np.empty(0, dtype=np.uint8)
-        for shared in (self._window_map, self._staging_map):
-            with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with it
-                shared.close()
+        self.window.close()
+        self.staging.memory = np.empty(0, dtype=np.uint8)
+        with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with it
+            self._staging_map.close()
+
+
+def _window(memory: WorkerMemory) -> Window:
+    """FAILED_PRECONDITION for a kind that only the daemon knows."""
+    if memory.window_kind not in WINDOWS.names:
+        raise StoreError(
+            "FAILED_PRECONDITION",
+            f"the daemon's windows are {memory.window_kind!r}, this worker knows {', '.join(WINDOWS.names)}: "
+            "start the daemon with one of these as its window",
+        )
+    return WINDOWS[memory.window_kind](memory.window_fd, memory.window_bytes)
 
 
 def raise_for_status(statuses: NDArray[np.uint32]) -> None:
@@ -148,38 +157,77 @@ def fault_of(code: int, what: str = "a transfer") -> StoreError:
     return StoreError(name, f"{what} failed in the store ({name})", LATE_RETRY_S if name == "UNAVAILABLE" else None)
 
 
-class StagingRing:
-    """The staging memory as a ring of equal parts, one for each STORE ticket in flight."""
+class Posted:
+    """A bulk ticket under way."""
 
-    def __init__(self, transport: Transport, part_bytes: int) -> None:
-        transport.settle()
+    def __init__(self, ring: _native.RingProducer, seq: int, wait_us: int) -> None:
+        self.seq = seq
+        self._ring = ring
+        self._wait_us = wait_us
+        self._statuses: NDArray[np.uint32] | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, or never will."""
+        if self._statuses is None:
+            try:
+                statuses = self._ring.poll(self.seq)
+            except _native.RingError:
+                return True
+            if statuses[:, 0].all():
+                self._statuses = statuses
+        return self._statuses is not None
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Returns when it has ended; the ring's own deadline holds. RingTimeout, RingPoisoned."""
+        self.settle()
+
+    def settle(self) -> NDArray[np.uint32]:
+        """Waits for its end, whatever it is: uint32[runs, 2] (status, aux)."""
+        if self._statuses is None:
+            self._statuses = self._ring.wait(self.seq, self._wait_us)
+        return self._statuses
+
+    def check(self) -> None:
+        """StoreError if a run of it failed."""
+        raise_for_status(self.settle())
+
+
+class Staging:
+    """The staging memory as a ring of parts, one for each STORE ticket in flight. Parts are taken again, the oldest
+    first, when their tickets have ended."""
+
+    def __init__(self, transport: Transport, memory: NDArray[np.uint8]) -> None:
+        self.memory = memory
         self._transport = transport
-        self._part_bytes = -(-part_bytes // 64) * 64
-        parts = min(len(transport.staging) // self._part_bytes, transport.bulk.tickets)
-        if parts < 1:
+        self._taken: deque[tuple[int, int, Posted]] = deque()  # (first byte, end, whose) in the order of their tickets
+
+    def room(self, part_bytes: int) -> Pieces[None]:
+        """Until a part of so many bytes can be had at once. ValueError if it never can."""
+        if part_bytes > len(self.memory):
             raise ValueError(
-                f"staging memory of {len(transport.staging)} bytes cannot hold one segment set of {part_bytes} bytes: "
+                f"staging memory of {len(self.memory)} bytes cannot hold one segment set of {part_bytes} bytes: "
                 "raise staging_bytes or lower pack_tokens"
             )
-        self._free = deque(range(parts))
-        self._in_use: deque[int] = deque()  # parts in the order of their tickets
+        while True:
+            yield from self._transport.room()
+            while self._taken and self._taken[0][2].done():
+                self._taken.popleft()
+            if not self._overlaps(self._next(part_bytes), part_bytes):
+                return
+            yield self._taken[0][2]
 
-    def store(self, layer: int, fill: Callable[[NDArray[np.uint8], int], NDArray[np.void]]) -> None:
-        """Posts one STORE ticket: `fill(part, offset)` writes the part (at `offset` of the staging memory) and
-        returns its runs."""
-        if not self._free:
-            self._collect()
-        part = self._free.popleft()
-        offset = part * self._part_bytes
-        runs = fill(self._transport.staging[offset : offset + self._part_bytes], offset)
-        self._transport.post(Ticket(_native.OP_STORE, layer, runs, NO_PAIRS))
-        self._in_use.append(part)
+    def store(self, layer: int, part_bytes: int, fill: Callable[[NDArray[np.uint8], int], NDArray[np.void]]) -> Posted:
+        """Posts one STORE ticket, when there is `room`: `fill(part, offset)` writes the part (at `offset` of the
+        staging memory) and returns its runs."""
+        first = self._next(part_bytes)
+        runs = fill(self.memory[first : first + part_bytes], first)
+        posted = self._transport.post(Ticket(_native.OP_STORE, layer, runs, NO_PAIRS))
+        self._taken.append((first, first + part_bytes, posted))
+        return posted
 
-    def flush(self) -> None:
-        """Returns when every posted STORE is acknowledged."""
-        while self._in_use:
-            self._collect()
+    def _next(self, part_bytes: int) -> int:
+        end = -(-self._taken[-1][1] // PART_ALIGN) * PART_ALIGN if self._taken else 0
+        return end if end + part_bytes <= len(self.memory) else 0
 
-    def _collect(self) -> None:
-        self._transport.collect()
-        self._free.append(self._in_use.popleft())
+    def _overlaps(self, first: int, part_bytes: int) -> bool:
+        return any(start < first + part_bytes and first < end for start, end, _ in self._taken)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +14,12 @@ import torch
 from decode_worker import _native
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
+from decode_worker.engine.footprint import Footprint, attended_share
 from decode_worker.engine.session import Session
 from decode_worker.failures import explained
 from decode_worker.model.transformer import Transformer
 from decode_worker.scheduler import Piece, Request, Scheduler
+from decode_worker.turns import Turns
 from kvstore_service.client import AdminClient, StoreError
 
 LOADED_WITH = ("model", "context", "compute")  # settings that loaded weights depend on
@@ -34,25 +35,17 @@ class PrefillReport:
 @dataclass(frozen=True)
 class Answer:
     """Token ids of one answer, and what its decode steps cost. Bytes and records are the daemon's counts during the
-    steps."""
+    steps; `bind_s` is what came before them, a prefill of the question included. `attended`: what an offloaded head
+    attended to in the last step, as a share of the session's tokens."""
 
     tokens: list[int]
     steps: int
     decode_s: float
     bind_s: float
     records_moved: int
+    attended: float
     nvme_read_bytes: int | None  # None for a user who may not administer the daemon
     proc_read_bytes: int | None  # the kernel's count; None where it may not be read
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of one session of the present policy, as defined in docs/architecture.md (Figures)."""
-
-    device_bytes: int
-    resident_bytes: int
-    offloaded_bytes: int
-    index_bytes: int
 
 
 class Worker:
@@ -62,7 +55,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         # A decode step's products are small: more threads than the kernels get only take cores from the daemon.
         torch.set_num_threads(config.threads)
-        self._lock = threading.RLock()  # of the engine
+        self._lock = Turns()  # of the engine
         self._join(config, None)
         self._admin: AdminClient | None = None
         self._may_administer = True
@@ -134,27 +127,44 @@ class Worker:
                 self._engine.close_session(session)
         return len(ids) / seconds
 
-    def answer(self, document: Sequence[int], question: Sequence[int], new_tokens: int) -> Answer:
-        """Asks one question of a stored document in a fresh session: one decode step per question and answer token."""
+    def answer(
+        self, document: Sequence[int], question: Sequence[int], new_tokens: int, decode_question: bool = False
+    ) -> Answer:
+        """Asks one question of a stored document in a fresh session: one decode step per answer token but the first.
+
+        The question is prefilled: exact attention over all of the document, computed behind what is stored of it.
+        `decode_question`: in steps of its own instead, as sparse as the policy, behind every stored block."""
+        prompt = [*document, *question]
         with self._using():
             began = time.monotonic()
-            session, rest = self._engine.attach([*document, *question])
+            if decode_question:
+                session, rest = self._engine.attach(prompt, new_tokens)
+                logits = None
+            else:
+                (session, logits), rest = self._engine.prefill(prompt, growth=new_tokens), []
             bind_s = time.monotonic() - began
-            return self._answer(session, rest, new_tokens, bind_s)
+            return self._answer(session, rest, logits, new_tokens, bind_s)
 
-    def _answer(self, session: Session, rest: Sequence[int], new_tokens: int, bind_s: float) -> Answer:
+    def _answer(
+        self, session: Session, rest: Sequence[int], logits: torch.Tensor | None, new_tokens: int, bind_s: float
+    ) -> Answer:
         with self._closing(session):
             before, moved, started = self._io(), self._engine.policy.counters.records_moved, time.monotonic()
-            tokens = list(self._greedy(session, rest, new_tokens))
+            for token in rest:
+                logits = self._engine.step([session], [token])[0]
+            assert logits is not None, "an attached session lacks a token at least"
+            tokens = list(self._greedy(session, logits, new_tokens))
             seconds = time.monotonic() - started
             after = self._io()
-            self._footprint = self._footprint_of(session)
+            attended = attended_share(self._engine, session)
+            self._footprint = Footprint.of(self._engine, session)
         return Answer(
             tokens,
             len(rest) + new_tokens - 1,
             seconds,
             bind_s,
             self._engine.policy.counters.records_moved - moved,
+            attended,
             *(b - a if a is not None and b is not None else None for a, b in zip(before, after, strict=True)),
         )
 
@@ -214,23 +224,13 @@ class Worker:
         except (StoreError, _native.RingError) as error:
             raise explained(error, self._engine.config, self._engine.client) from error
 
-    def _footprint_of(self, session: Session) -> Footprint:
-        geometry = session.geometry
-        return Footprint(
-            geometry.device_bytes,
-            geometry.resident_bytes,
-            geometry.offloaded_bytes(session.stored),
-            self._engine.index_bytes(session),
-        )
-
-    def _greedy(self, session: Session, prompt: Sequence[int], new_tokens: int) -> Iterator[int]:
-        for token in prompt:
-            logits = self._engine.step([session], [token])
+    def _greedy(self, session: Session, logits: torch.Tensor, new_tokens: int) -> Iterator[int]:
+        """From float32 logits [vocab] on."""
         for produced in range(new_tokens):
-            token = int(logits[0].argmax())
+            token = int(logits.argmax())
             yield token
             if produced + 1 < new_tokens:
-                logits = self._engine.step([session], [token])
+                logits = self._engine.step([session], [token])[0]
 
     def _io(self) -> tuple[int | None, int | None]:
         """(the daemon's own count, the kernel's count) of bytes that the daemon has read from storage.

@@ -15,6 +15,7 @@ BLOCK_BYTES: int
 HASH_BLOCK_TOKENS: int
 PACK_VERSION: int
 RING_VERSION: int
+WINDOW_KINDS: tuple[str, ...]  # the best one first
 
 class NativeError(RuntimeError):
     code: str
@@ -127,19 +128,25 @@ class DataPlane:
     """Frames, packs, rings, windows and the copy threads of one daemon."""
 
     def __init__(
-        self, dram_bytes: int, io_depth: int, copy_threads: int, spin_us: int = 30, extent_blocks: int = 4
+        self,
+        dram_bytes: int,
+        io_depth: int,
+        copy_threads: int,
+        spin_us: int = 30,
+        extent_blocks: int = 4,
+        window: str = "shm",
     ) -> None:
         """Allocates frames (anonymous huge-page memory), starts `copy_threads` threads, each with its own io_uring.
 
         A frame holds one extent of `extent_blocks` blocks (1..16); frames are carved from `dram_bytes` (which is never
-        exceeded). Packs of another extent_blocks are not opened."""
+        exceeded). Packs of another extent_blocks are not opened. `window`, where windows lie, is of WINDOW_KINDS."""
     def close(self) -> None:
         """Poisons every ring, ends the threads, closes files and mappings. Idempotent."""
 
     # packs
     def create_upload(self, path: str, spec: PackSpec) -> int:
-        """A new file at `path` (must not exist; O_DIRECT) that STORE runs of the owning worker fill. Returns its id
-        (u32).
+        """A new file at `path` (must not exist; O_DIRECT) that STORE runs of the owning worker fill.
+        Returns its id (u32).
 
         A STORE run is OK when its blocks are written (volatile); they are durable after `finish_upload`. Kind 0 brings
         its u16 map behind the records; other kinds have none. INVALID_ARGUMENT for a map that is no permutation, and
@@ -150,8 +157,8 @@ class DataPlane:
     def finish_upload(self, upload: int) -> None:
         """Writes the checksum table, then the header, each made durable with fdatasync before the next.
 
-        FAILED_PRECONDITION while a segment is missing. The upload ends only on success; after an error call
-        `abort_upload`."""
+        FAILED_PRECONDITION while a segment is missing. The upload ends only on success;
+        after an error call `abort_upload`."""
     def abort_upload(self, upload: int) -> None:
         """Waits for the upload's I/O in flight, closes and unlinks its file."""
     def open_pack(self, path: str, owner: int = 0) -> int:
@@ -211,11 +218,11 @@ class DataPlane:
         """Binds a free slot to packs (record ids continue from pack to pack) and window places.
 
         windows: uint64[layers, lanes, 2] = (byte offset of place 0 in the window, number of places), for kind 0;
-        checked against the window's size. All packs share layers, kinds and fingerprint. Returns the slot's new epoch
-        (u32)."""
+        checked against the window's size. All packs share layers, kinds and fingerprint.
+        Returns the slot's new epoch (u32)."""
     def extend(self, worker: int, slot: int, pack: int) -> int:
-        """Appends a pack to a bound slot (a sealed tail); its epoch stays. Returns the session's new number of
-        records."""
+        """Appends a pack to a bound slot (a sealed tail); its epoch stays.
+        Returns the session's new number of records."""
     def unbind(self, worker: int, slot: int) -> None:
         """Returns only when no ticket or copy of the slot's epoch can still store."""
 

@@ -1,162 +1,95 @@
-"""Documents of real text with facts in them, by split and seed; needs the standard library only.
+"""Documents for training and evaluation: text that the machine has and text that is made, with facts in it.
 
-A fact is one line of three values behind a key, ``key : v v v .``, somewhere in a document, and
-its question is ``key :``.  Keys and values are two disjoint halves of the ordinary words of the
-model's own vocabulary, so the text around the facts uses the same words and the same colon.
+What the machine has: the topics of Python's interactive help, docstrings of its standard library,
+and the licence texts that Debian keeps.  Another version of Python has other texts.
 """
 
 from __future__ import annotations
 
-import json
+import ast
+import os
+import pydoc_data.topics
 import random
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from decode_worker.demo.document import Document, build_document, load_words, made_lines, words_of
+from decode_worker.demo.document import paragraphs as paragraphs_of
+from decode_worker.demo.texts import documentation, own_document
+
 Split = Literal["train", "eval", "demo"]
 
-HERE = Path(__file__).parent
-TEXTS: dict[Split, Path] = {
-    "train": HERE / "texts" / "train.txt",
-    "eval": HERE / "texts" / "eval.txt",
-    "demo": HERE / "demo_document.txt",
-}
-# The tokenizer's pre-tokenizer uses the same expression on lower-cased text.
-WORD = r"[a-z]+|[0-9]|[^\sa-z0-9]"
-FACT_TOKENS = 6
-VOCABULARY = 4096
-SPECIALS = ("[UNK]", "[PAD]")
-# The most frequent words (the, of, to ...) would put a false lead on every line.
-FACT_RANK_MIN = 200
-
-_word = re.compile(WORD)
-_line_words_max = 24
+RETRIEVER = Path(__file__).parent / "retriever"
+LIBRARY = Path(os.__file__).parent
+# The library's modules are for training, these of its packages for evaluation.
+PACKAGES = ("asyncio", "concurrent", "ctypes", "email", "encodings", "http", "importlib",
+            "json", "logging", "multiprocessing", "unittest", "urllib", "wsgiref", "xml")  # fmt: skip
+LICENCES = Path("/usr/share/common-licenses")
+MADE_PARAGRAPHS = 600  # of each split
+MADE_LINES = 5  # of a paragraph
 
 
-@dataclass(frozen=True)
-class Fact:
-    """``key : v v v .``; depth is the place of the key's token as a fraction of the document."""
-
-    key: str
-    values: tuple[str, str, str]
-    depth: float
-
-    @property
-    def question(self) -> str:
-        return f"{self.key} :"
-
-    @property
-    def answer(self) -> str:
-        return " ".join(self.values)
-
-    @property
-    def line(self) -> str:
-        return f"{self.question} {self.answer} ."
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text of exactly the tokens asked for, and its facts in the order of the text."""
-
-    text: str
-    facts: list[Fact]
-
-
-def words_of(text: str) -> list[str]:
-    """The tokens of a text, before words outside the vocabulary become [UNK]."""
-    return _word.findall(text.lower())
-
-
-def load_words(model: Path = HERE / "retriever") -> list[str]:
-    """The vocabulary of a saved tokenizer, in the order of the token ids (by frequency)."""
-    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-    return sorted(vocabulary, key=vocabulary.__getitem__)
-
-
-def fact_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Keys and values: alternate ordinary words, so that both halves are equally frequent."""
-    ordinary = [word for word in words[FACT_RANK_MIN:] if word.isalpha() and len(word) > 2]
-    return ordinary[::2], ordinary[1::2]
+def texts(split: Split) -> Iterator[str]:
+    """What the machine has for a split."""
+    if split == "demo":
+        yield documentation()
+    elif split == "train":
+        yield from pydoc_data.topics.topics.values()
+        yield from _docstrings(LIBRARY.glob("*.py"))
+    else:
+        yield from _licences()
+        files = (file for name in PACKAGES for file in (LIBRARY / name).rglob("*.py"))
+        yield from _docstrings(file for file in files if "test" not in file.parts)
 
 
 @cache
 def paragraphs(split: Split) -> tuple[tuple[str, ...], ...]:
-    """The split's text as paragraphs of short lines; a long line is folded, no token is lost."""
-    found = []
-    for block in re.split(r"\n\s*\n", TEXTS[split].read_text()):
-        lines: list[str] = []
-        for line in block.splitlines():
-            ends = [match.end() for match in _word.finditer(line.lower())]
-            cuts = [0, *ends[_line_words_max - 1 : -1 : _line_words_max], len(line)]
-            pieces = (line[a:b].strip() for a, b in pairwise(cuts))
-            lines += [piece for piece in pieces if piece]
-        if lines:
-            found.append(tuple(lines))
-    return tuple(found)
+    """The split's text as paragraphs of short lines, made ones at the end; no split has paragraphs of `train`."""
+    known = set() if split == "train" else {_tokens(paragraph) for paragraph in paragraphs("train")}
+    found = (paragraph for text in texts(split) for paragraph in paragraphs_of(text))
+    made = made_lines(load_words(RETRIEVER), random.Random(split))
+    invented = [tuple(islice(made, MADE_LINES)) for _ in range(MADE_PARAGRAPHS)]
+    return (*(paragraph for paragraph in found if _tokens(paragraph) not in known), *invented)
 
 
-def _filler(split: Split, tokens: int, rng: random.Random) -> list[str]:
-    """Lines of `tokens` tokens: the text from a random paragraph on, then shuffled repeats."""
+def make_document(words: Sequence[str], tokens: int, facts: int, seed: int, split: Split = "eval") -> Document:
+    """A document of exactly `tokens` tokens with `facts` fact lines; ValueError if they do not fit.
+
+    `demo` is the document of `headgate demo`. The others begin at a random paragraph of their text, which is repeated
+    in another order where it ends.
+    """
+    if split == "demo":
+        return own_document(words, tokens, facts, seed)
+    rng = random.Random(f"{split}/{seed}")
+    return build_document(words, _endless(split, rng), tokens, facts, rng)
+
+
+def _endless(split: Split, rng: random.Random) -> Iterator[str]:
     pool = paragraphs(split)
     start = rng.randrange(len(pool))
     order = [*range(start, len(pool)), *range(start)]
-    lines: list[str] = []
-    while tokens > 0:
+    while True:
         for index in order:
-            for line in pool[index]:
-                words = _word.findall(line.lower())
-                if len(words) >= tokens:
-                    return [*lines, " ".join(words[:tokens])]
-                lines.append(line)
-                tokens -= len(words)
+            yield from pool[index]
         rng.shuffle(order)
-    return lines
 
 
-def build_document(
-    words: Sequence[str],
-    tokens: int,
-    facts: int,
-    seed: int,
-    split: Split = "eval",
-) -> Document:
-    """A document of exactly `tokens` tokens with `facts` fact lines at uniform depth.
+def _tokens(paragraph: Iterable[str]) -> tuple[str, ...]:
+    return tuple(words_of(" ".join(paragraph)))
 
-    Keys and values of a document are all different, and no key stands before a colon in the text.
-    Raises ValueError if the facts do not fit the document or the vocabulary.
-    """
-    if not 1 <= facts * FACT_TOKENS < tokens:
-        raise ValueError(f"{facts} facts of {FACT_TOKENS} tokens do not fit {tokens} tokens")
-    keys, values = fact_words(words)
-    rng = random.Random(f"{split}/{seed}")
-    lines = _filler(split, tokens - facts * FACT_TOKENS, rng)
-    text_words = [_word.findall(line.lower()) for line in lines]
-    flat = [word for line in text_words for word in line]
-    taken = {key for key, colon in pairwise(flat) if colon == ":"}
-    keys = [key for key in keys if key not in taken]
-    if facts > len(keys) or 3 * facts > len(values):
-        raise ValueError(f"{facts} facts are more than {len(keys)} keys, {len(values)} values")
-    chosen_keys, chosen = rng.sample(keys, facts), rng.sample(values, 3 * facts)
 
-    # One fact in each of `facts` equal stretches of the text keeps every depth equally likely.
-    places = [(index + rng.random()) / facts * len(flat) for index in range(facts)]
-    out: list[str] = []
-    found: list[Fact] = []
-    position = filled = 0
-    for line, line_words in zip([*lines, ""], [*text_words, []], strict=True):
-        last = not line_words
-        while len(found) < facts and (last or filled + len(line_words) / 2 > places[len(found)]):
-            index = len(found)
-            a, b, c = chosen[3 * index : 3 * index + 3]
-            found.append(Fact(chosen_keys[index], (a, b, c), position / tokens))
-            out.append(found[-1].line)
-            position += FACT_TOKENS
-        if not last:
-            out.append(line)
-            filled += len(line_words)
-            position += len(line_words)
-    return Document("\n".join(out) + "\n", found)
+def _licences() -> Iterator[str]:
+    for file in sorted(LICENCES.glob("*")):
+        if not file.is_symlink():
+            yield file.read_text()
+
+
+def _docstrings(files: Iterable[Path]) -> Iterator[str]:
+    """Of all modules, classes and functions, file by file; Python's own sources only."""
+    for file in sorted(files):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node) or ""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from decode_worker.demo.document import Fact, load_words
 from models import corpus
 from models.network import Network, Shape, rotation
 
@@ -138,7 +139,7 @@ def ask(
     network: Network,
     tokenizer: tokenizers.Tokenizer,
     prefix: Prefix,
-    facts: list[corpus.Fact],
+    facts: list[Fact],
     budget: float = 1.0,
     pool: str = "max",
 ) -> Accuracy:
@@ -183,7 +184,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=corpus.HERE / "retriever")
+    parser.add_argument("--model", type=Path, default=corpus.RETRIEVER)
     parser.add_argument("--context", type=int, default=8192, help="tokens with the question")
     parser.add_argument("--facts", type=int, default=64)
     parser.add_argument("--documents", type=int, default=2)
@@ -199,11 +200,11 @@ def main() -> None:
             parser.error(f"--budget {budget} is not a share: give more than 0, at most 1")
     torch.set_num_threads(args.threads)
     network, tokenizer = load(args.model)
-    words = corpus.load_words(args.model)
+    words = load_words(args.model)
     parts: dict[float, list[Accuracy]] = {budget: [] for budget in args.budget}
     for seed in range(args.seed, args.seed + args.documents):
         tokens = args.context - ROOM
-        document = corpus.build_document(words, tokens, args.facts, seed, args.split)
+        document = corpus.make_document(words, tokens, args.facts, seed, args.split)
         prefix = prefill(network, torch.tensor(tokenizer.encode(document.text).ids))
         for budget, results in parts.items():
             results.append(ask(network, tokenizer, prefix, document.facts, budget, args.pool))

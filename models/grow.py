@@ -66,7 +66,7 @@ def refine(network: Network, tokenizer: tokenizers.Tokenizer, args: argparse.Nam
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=corpus.HERE / "retriever", help="read and replaced")
+    parser.add_argument("--model", type=Path, default=corpus.RETRIEVER, help="read and replaced")
     parser.add_argument("--at", type=int, help="insert a layer before this one")
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--seed", type=int, default=20261120)

@@ -24,11 +24,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from decode_worker.demo.document import FACT_TOKENS, WORD, words_of
 from models import corpus
 from models.network import Network, Shape, frequencies, rotation
 
 ANSWER_TOKENS = 4  # three values and the full stop, which ends the generation
 SHARP_DIMS = 8
+VOCABULARY = 4096
+SPECIALS = ("[UNK]", "[PAD]")
 
 
 @dataclass(frozen=True)
@@ -66,20 +69,20 @@ AVERAGE = 0.99  # the export is a moving average over about a hundred steps
 def build_tokenizer() -> tokenizers.Tokenizer:
     """Word-level over lower-case words, single digits and single signs, by frequency."""
     counts: Counter[str] = Counter()
-    for split in ("train", "demo"):
-        counts.update(corpus.words_of(corpus.TEXTS[split].read_text()))
+    splits: tuple[corpus.Split, ...] = ("train", "demo")
+    for split in splits:
+        for text in corpus.texts(split):
+            counts.update(words_of(text))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     # Every printable sign and digit is kept, so that ordinary text has few unknown tokens.
     signs = [chr(code) for code in range(33, 127) if not chr(code).isalpha()]
     ranked = [word for word in ranked if word not in signs]
-    room = corpus.VOCABULARY - len(corpus.SPECIALS) - len(signs)
-    words = [*corpus.SPECIALS, *signs, *ranked[:room]]
+    room = VOCABULARY - len(SPECIALS) - len(signs)
+    words = [*SPECIALS, *signs, *ranked[:room]]
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
-        tokenizers.Regex(corpus.WORD), behavior="removed", invert=True
-    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORD), behavior="removed", invert=True)
     return tokenizer
 
 
@@ -243,7 +246,7 @@ def sample_batch(
     ids, positions, crowd = [], [], []
     for _ in range(stage.batch):
         facts = rng.randint(stage.questions, stage.facts)
-        document = corpus.build_document(words, stage.tokens, facts, rng.getrandbits(60), "train")
+        document = corpus.make_document(words, stage.tokens, facts, rng.getrandbits(60), "train")
         asked = rng.sample(document.facts, stage.questions)
         lines = document.text.splitlines()
         fact_lines = {fact.line for fact in document.facts}
@@ -277,7 +280,7 @@ def sample_batch(
         torch.tensor(ids),
         torch.tensor(positions),
         torch.tensor(crowd),
-        corpus.FACT_TOKENS * stage.questions,
+        FACT_TOKENS * stage.questions,
     )
 
 
@@ -314,7 +317,7 @@ def answer_logits(network: Network, batch: Batch, early: bool = False) -> tuple[
         )
         before, x = x, network.finish(layer, x[:, rows], attended[..., : shape.head_dim])
     # In `key : v v v .` the colon and the three values predict what follows them.
-    offsets = torch.arange(asked).view(-1, corpus.FACT_TOKENS)
+    offsets = torch.arange(asked).view(-1, FACT_TOKENS)
     logits = network.logits(x[:, offsets[:, 1 : 1 + ANSWER_TOKENS]])
     targets = ids[:, -asked:][:, offsets[:, 2 : 2 + ANSWER_TOKENS]]
     return logits, targets
@@ -400,7 +403,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=corpus.HERE / "retriever")
+    parser.add_argument("--model", type=Path, default=corpus.RETRIEVER)
     parser.add_argument("--work", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--minutes", type=float, default=60, help="training time of all runs")
     parser.add_argument("--seed", type=int, default=20261120)

@@ -11,7 +11,7 @@ system_packages() {
   local missing=() sudo=()
   command -v g++ >/dev/null || missing+=(g++)
   command -v pkg-config >/dev/null || missing+=(pkg-config)
-  command -v spin >/dev/null || missing+=(spin)  # the ring's models, in `make test`
+  command -v spin >/dev/null || missing+=(spin)  # the ring's protocol, in `make test`
   [ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
   python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
   [ -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing+=(python3-dev)

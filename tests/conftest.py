@@ -1,9 +1,14 @@
 """Nothing here but what no single test should wait for."""
 
 import contextlib
+import os
 import sys
 
 import pytest
+
+from decode_worker.config import ENVIRONMENT
+
+os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

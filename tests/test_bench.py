@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from bench import gather, isolation, nvme, ring, scale, step
-from bench.checkpoint import B8
+from bench import comparison, decode, gather, isolation, nvme, ring, scale
+from bench.decoder import HITS
+from bench.rivals import RIVALS, NotRun, Problem, llama_cpp
 from decode_worker.figures import Figure, print_json
+from decode_worker.synthetic.checkpoint import B8, Q05, Shape, random_checkpoint
 
 SMALL = B8 | {
     "hidden_size": 64,
@@ -22,6 +25,12 @@ SMALL = B8 | {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "head_dim": 64,
+}
+SMALL_QWEN2 = Q05 | {
+    "hidden_size": 256,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
 }
 FIELDS = {"name", "value", "unit", "rival", "rival_value", "ratio", "runs", "min", "max"}
 
@@ -43,6 +52,10 @@ def printed(figures: Sequence[Figure], capsys: pytest.CaptureFixture[str]) -> li
     assert all(isinstance(shown[key], str) and shown[key] for key in ("machine", "commit", "date", "command"))
     for figure in shown["figures"]:
         assert set(figure) == FIELDS
+        if figure["value"] is None:
+            assert figure["unit"].startswith("not run: ")
+            assert figure["runs"] == 0
+            continue
         assert math.isfinite(figure["value"])
         assert figure["value"] >= 0
         assert figure["runs"] >= 1
@@ -108,24 +121,90 @@ def test_scale(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_step(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = step.Settings(
-        (2048,), steps=5, repeats=2, threads=1, stream_bytes=1 << 20, dram_bytes=4 << 20, shape=SMALL
-    )
-    shown = printed(step.measure(settings), capsys)
-    whole = {"transformers StaticCache", "torch matmul"}
-    expected = {f"{case}_2k": whole | ({"full"} if case != "full" else set()) for case in step.CASES}
-    assert rivals(shown) == {**expected, "full_2k.attend_read": {"stream read"}}
+def few(**changes: Any) -> decode.Settings:
+    return decode.Settings(
+        contexts=(2048,), q05_contexts=(1024,), growth_contexts=(1024, 2048), growth_places=64,
+        batch_context=1024, batches=(1, 3), prefill_tokens=1024, prefill_repeats=2, prefill_warm_tokens=64,
+        million=3072, steps=2, repeats=2, threads=1, stream_bytes=1 << 20, shape=SMALL, q05=SMALL_QWEN2, **changes,
+    )  # fmt: skip
+
+
+def test_decode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every figure is there by its name, with as many hits as its name says; what cannot be had has no value."""
+
+    def absent(problem: Problem) -> None:
+        raise NotRun("nobody has it")
+
+    monkeypatch.setitem(RIVALS, "llama_cpp", absent)
+    monkeypatch.setitem(comparison.PRESETS, "lru", comparison.Preset("no such policy", steered=True))
+    shown = printed(decode.measure(few(), decode.PARTS), capsys)
     value = {figure["name"]: figure["value"] for figure in shown}
-    assert value["kv_2k"] == 2048 * 3 * 2 * 256
-    assert value["qsac_hit_2k.hit_ratio"] == 1
-    assert value["qsac_hit_2k.moved"] == 0
-    assert value["qsac_miss_2k.hit_ratio"] == 0
-    assert value["qsac_miss_2k.moved"] > 0
+    assert len(value) == len(shown), "two figures have one name"
+    rivals = {"static_cache", "matmul", "llama_cpp", "full", "infinigen", "litecache", "lru"}
+    for kind, at in (("", "2k"), ("_q05", "1k")):
+        assert {f"speedup{kind}.{at}.{hits}.{rival}" for hits in HITS for rival in rivals} <= value.keys()
+        assert {f"{name}{kind}.{at}" for name in ("outside_ms", "python_ms", "full_read_share")} <= value.keys()
+        assert value[f"hit_ratio{kind}.{at}.hit"] == 1
+        assert 0.73 <= value[f"hit_ratio{kind}.{at}.hit75"] <= 0.8
+        assert value[f"hit_ratio{kind}.{at}.miss"] == 0
+        assert value[f"moved{kind}.{at}.hit"] == 0
+        assert 0 < value[f"moved{kind}.{at}.hit75"] < value[f"moved{kind}.{at}.miss"]
+        assert value[f"nvme_read{kind}.{at}"] == 0
+    assert {
+        "growth_2k_vs_1k", "growth_2k_vs_1k.miss", "tokens_per_s.1k.batch1", "tokens_per_s.1k.batch3",
+        "prefill_vs_transformers.q05.1k", "step_ms.3k",
+    } <= value.keys()  # fmt: skip
+    reason = {figure["name"]: figure["unit"] for figure in shown if figure["value"] is None}
+    assert reason["speedup.2k.hit.llama_cpp"] == "not run: nobody has it"
+    assert "no such policy" in reason["speedup_q05.1k.miss.lru"]
 
 
-def test_step_refuses_what_it_cannot_measure() -> None:
+def test_decode_divides_the_rivals_time_by_ours() -> None:
+    assert comparison.ratios([{"step": 10.0}, {"step": 9.0}], [{"step": 2.0}, {"step": 3.0}]) == [5, 3]
+
+
+def test_decode_refuses_what_it_cannot_measure() -> None:
     with pytest.raises(ValueError, match="seal tails"):
-        step.Settings(steps=100, repeats=3)
+        decode.Settings(steps=100, repeats=3)
     with pytest.raises(ValueError, match="multiples of 256"):
-        step.Settings(contexts=(1000,))
+        decode.Settings(contexts=(1000,))
+
+
+def test_decode_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_available_memory", lambda: 1 << 20)
+    (figure,) = decode.million(few(), tmp_path)
+    assert (figure.name, figure.value) == ("step_ms.3k", None)
+    assert figure.unit.startswith("not run: 3072 tokens need")
+
+
+@pytest.mark.parametrize("shape", [SMALL, SMALL_QWEN2], ids=["llama", "qwen2"])
+def test_llama_cpp_has_the_same_weights(tmp_path: Path, shape: Shape) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    checkpoint = random_checkpoint(tmp_path, shape, seed=3)
+    llama_cpp.write_gguf(checkpoint, tmp_path / "model.gguf")
+    weights = llama_cpp.Weights(tmp_path / "model.gguf")
+    ids = torch.randint(int(shape["vocab_size"]), (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0, -1]
+    got = torch.from_numpy(llama_cpp.Context(weights, 256, threads=1).decode(ids))
+    assert torch.cosine_similarity(got, expected, dim=0) > 0.999
+
+
+@pytest.mark.parametrize("flash", llama_cpp.FLASH)
+@pytest.mark.parametrize("kv_type", llama_cpp.KV_TYPES)
+def test_llama_cpp_decodes_behind_a_full_cache(tmp_path: Path, flash: int, kv_type: int) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    checkpoint = random_checkpoint(tmp_path, SMALL, seed=3)
+    llama_cpp.write_gguf(checkpoint, tmp_path / "model.gguf")
+    context = llama_cpp.Context(llama_cpp.Weights(tmp_path / "model.gguf"), 512, 1, flash, kv_type)
+    before = context.decode([llama_cpp.TOKEN])
+    context.fill()
+    assert context.end == 511
+    first, second = (context.step() for _ in range(2))
+    assert context.end == 511
+    np.testing.assert_array_equal(first, second)
+    assert np.abs(first - before).max() > 0.01  # it attends to what it was filled with
+    kv = torch.from_numpy(context.state())[-2 * 511 * 64 * 2 :].view(llama_cpp.KV_TYPES[kv_type]).float()
+    assert 0.9 < kv.std() < 1.1

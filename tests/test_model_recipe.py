@@ -9,22 +9,23 @@ from itertools import pairwise
 
 import pytest
 
+from decode_worker.demo.document import FACT_TOKENS, fact_words, load_words, words_of
 from models import corpus
 
 SPLITS = ("train", "eval", "demo")
-MODEL = corpus.HERE / "retriever"
+MODEL = corpus.RETRIEVER
 
 
 @pytest.fixture(scope="module")
 def words() -> list[str]:
-    return corpus.load_words(MODEL)
+    return load_words(MODEL)
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("tokens", "facts"), [(150, 20), (2048, 128), (70_000, 100)])
 def test_document_has_the_tokens_and_facts_asked_for(words, split, tokens, facts):
-    document = corpus.build_document(words, tokens, facts, 7, split)
-    assert len(corpus.words_of(document.text)) == tokens
+    document = corpus.make_document(words, tokens, facts, 7, split)
+    assert len(words_of(document.text)) == tokens
     assert len(document.facts) == facts
     lines = document.text.splitlines()
     assert [line for line in lines if line in {f.line for f in document.facts}] == [
@@ -33,25 +34,25 @@ def test_document_has_the_tokens_and_facts_asked_for(words, split, tokens, facts
 
 
 def test_document_depends_on_seed_and_split_only(words):
-    build = corpus.build_document
+    build = corpus.make_document
     assert build(words, 1000, 20, 1, "eval") == build(words, 1000, 20, 1, "eval")
     assert build(words, 1000, 20, 1, "eval") != build(words, 1000, 20, 2, "eval")
     assert build(words, 1000, 20, 1, "eval").facts != build(words, 1000, 20, 1, "train").facts
 
 
 def test_facts_are_unique_and_their_keys_unambiguous(words):
-    document = corpus.build_document(words, 16_000, 128, 3, "eval")
+    document = corpus.make_document(words, 16_000, 128, 3, "eval")
     keys = [fact.key for fact in document.facts]
     values = [value for fact in document.facts for value in fact.values]
     assert len(set(keys)) == len(keys)
     assert len(set(values)) == len(values)
-    text = corpus.words_of(document.text)
+    text = words_of(document.text)
     questions = Counter(key for key, colon in pairwise(text) if colon == ":")
     assert all(questions[key] == 1 for key in keys)
 
 
 def test_facts_lie_at_uniform_depth(words):
-    documents = [corpus.build_document(words, 4000, 25, seed, "eval") for seed in range(20)]
+    documents = [corpus.make_document(words, 4000, 25, seed, "eval") for seed in range(20)]
     depths = [fact.depth for document in documents for fact in document.facts]
     assert statistics.mean(depths) == pytest.approx(0.5, abs=0.02)
     tenths = [sum(int(depth * 10) == tenth for depth in depths) for tenth in range(10)]
@@ -59,15 +60,15 @@ def test_facts_lie_at_uniform_depth(words):
 
 
 def test_depth_is_the_place_of_the_key(words):
-    document = corpus.build_document(words, 4000, 25, 5, "demo")
-    text = corpus.words_of(document.text)
+    document = corpus.make_document(words, 4000, 25, 5, "demo")
+    text = words_of(document.text)
     for fact in document.facts:
         place = round(fact.depth * 4000)
-        assert text[place : place + corpus.FACT_TOKENS] == corpus.words_of(fact.line)
+        assert text[place : place + FACT_TOKENS] == words_of(fact.line)
 
 
 def test_keys_and_values_are_many_and_disjoint(words):
-    keys, values = corpus.fact_words(words)
+    keys, values = fact_words(words)
     assert len(set(keys)) >= 1000
     assert len(set(values)) >= 1000
     assert not set(keys) & set(values)
@@ -75,7 +76,7 @@ def test_keys_and_values_are_many_and_disjoint(words):
 
 def test_splits_share_no_paragraph():
     def long_paragraphs(split: corpus.Split) -> set[str]:
-        found = (" ".join(corpus.words_of(" ".join(p))) for p in corpus.paragraphs(split))
+        found = (" ".join(words_of(" ".join(p))) for p in corpus.paragraphs(split))
         return {paragraph for paragraph in found if len(paragraph.split()) >= 12}
 
     train, evaluation, demo = map(long_paragraphs, SPLITS)
@@ -88,7 +89,7 @@ def test_splits_share_no_paragraph():
 @pytest.mark.parametrize("facts", [0, 17, 5000])
 def test_facts_that_do_not_fit_are_refused(words, facts):
     with pytest.raises(ValueError, match="facts"):
-        corpus.build_document(words, 100 if facts < 100 else 100_000, facts, 0, "eval")
+        corpus.make_document(words, 100 if facts < 100 else 100_000, facts, 0, "eval")
 
 
 def test_config_is_a_small_grouped_query_llama():
@@ -103,13 +104,13 @@ def test_config_is_a_small_grouped_query_llama():
 def test_tokenizer_round_trips_facts_and_agrees_with_the_corpus(words):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    document = corpus.build_document(words, 3000, 50, 11, "eval")
+    document = corpus.make_document(words, 3000, 50, 11, "eval")
     for fact in document.facts:
         ids = tokenizer.encode(fact.line).ids
-        assert len(ids) == corpus.FACT_TOKENS
+        assert len(ids) == FACT_TOKENS
         assert tokenizer.decode(ids) == fact.line
     known = set(words)
-    expected = [word if word in known else "[UNK]" for word in corpus.words_of(document.text)]
+    expected = [word if word in known else "[UNK]" for word in words_of(document.text)]
     assert tokenizer.encode(document.text).tokens == expected
 
 
@@ -120,7 +121,7 @@ def test_shipped_model_answers_at_2k():
     from models import evaluate
 
     network, tokenizer = evaluate.load(MODEL)
-    document = corpus.build_document(corpus.load_words(MODEL), 2048, 64, 1, "eval")
+    document = corpus.make_document(load_words(MODEL), 2048, 64, 1, "eval")
     prefix = evaluate.prefill(network, torch.tensor(tokenizer.encode(document.text).ids))
     for budget in (1.0, 0.1):
         result = evaluate.ask(network, tokenizer, prefix, document.facts, budget)
@@ -135,7 +136,7 @@ def test_network_agrees_with_transformers():
 
     network, tokenizer = evaluate.load(MODEL)
     reference = transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval()
-    document = corpus.build_document(corpus.load_words(MODEL), 400, 20, 2, "eval")
+    document = corpus.make_document(load_words(MODEL), 400, 20, 2, "eval")
     ids = torch.tensor(tokenizer.encode(document.text + document.facts[7].question).ids)
     decoder = evaluate.Decoder(network, evaluate.prefill(network, ids[:-2]))
     ours = [decoder.step(token[None])[0] for token in ids[-2:]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,26 +14,50 @@ import torch
 from decode_worker._native import RingPoisoned
 from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import TextStream
-from decode_worker.scheduler import Finish, Generation, Piece, Progress, Request, Scheduler
+from decode_worker.scheduler import PIECES_S, Finish, Generation, Piece, Progress, Request, Scheduler
 from decode_worker.stop_text import StopText
+from decode_worker.turns import Turns
+from decode_worker.work import Pieces, Work
 from kvstore_service.client import StoreError
 
 VOCAB = 97
 SLOTS = 3
 
 
+@dataclass
+class Held:
+    """What a prompt waits for until the test lets it go."""
+
+    free: bool = False
+
+    def done(self) -> bool:
+        return self.free
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+
+
 @dataclass(eq=False)
 class Seat:
     tokens: list[int]
     open: bool = True
+    reused: int = 0
 
 
 @dataclass
 class Pretended:
-    """An engine whose next token is a function of all tokens before; `faults` raise before a step takes any."""
+    """An engine whose next token is a function of all tokens before; `faults` raise before a step takes any,
+    `row_fault` is that of one session.
+
+    `log`: prompts and steps in their order, a piece of a prompt per token of it, each as long as the scheduler's turn.
+    """
 
     slots: int = SLOTS
+    piece_s: float = 0.0
+    log: list[str] = field(default_factory=list)
+    waits: dict[int, Held] = field(default_factory=dict)  # first token of a prompt -> what its second piece waits for
     faults: list[Callable[[Sequence[Seat]], Exception | None]] = field(default_factory=list)
+    row_fault: Callable[[Seat], Exception | None] = lambda seat: None
     admitted: list[list[int]] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     seats: list[Seat] = field(default_factory=list)
@@ -41,25 +66,39 @@ class Pretended:
     def free_slots(self) -> int:
         return self.slots - sum(seat.open for seat in self.seats)
 
-    def prefill(self, ids: Sequence[int], progress: Progress | None, growth: int) -> tuple[Seat, torch.Tensor]:
+    def begin(self, ids: Sequence[int], progress: Progress | None, growth: int) -> Work[tuple[Seat, torch.Tensor]]:
         if not ids:
             raise ValueError("the prompt is empty")
+        return Work(self._pieces(list(ids)))
+
+    def _pieces(self, ids: list[int]) -> Pieces[tuple[Seat, torch.Tensor]]:
         if not self.free_slots:
             raise StoreError("RESOURCE_EXHAUSTED", "no slot")
-        self.admitted.append(list(ids))
-        self.seats.append(Seat(list(ids)))
-        return self.seats[-1], logits_of(self.seats[-1].tokens)
+        self.admitted.append(ids)
+        self.seats.append(seat := Seat(list(ids)))
+        try:
+            for token in ids:
+                self.log.append(f"prompt {token}")
+                time.sleep(self.piece_s)
+                yield self.waits.get(token)
+        except BaseException:
+            seat.open = False
+            raise
+        return seat, logits_of(ids)
 
-    def step(self, sessions: Sequence[Seat], tokens: Sequence[int]) -> torch.Tensor:
+    def advance(self, sessions: Sequence[Seat], tokens: Sequence[int]) -> tuple[torch.Tensor, list[Exception | None]]:
         assert len({id(seat) for seat in sessions}) == len(sessions) <= self.slots
         assert all(seat.open for seat in sessions)
         for fault in self.faults:
             if (error := fault(sessions)) is not None:
                 raise error
         self.batches.append(len(sessions))
-        for seat, token in zip(sessions, tokens, strict=True):
-            seat.tokens.append(token)
-        return torch.stack([logits_of(seat.tokens) for seat in sessions])
+        self.log.append("step")
+        faults = [self.row_fault(seat) for seat in sessions]
+        for seat, token, error in zip(sessions, tokens, faults, strict=True):
+            if error is None:
+                seat.tokens.append(token)
+        return torch.stack([logits_of(seat.tokens) for seat in sessions]), faults
 
     def close_session(self, session: Seat) -> None:
         session.open = False
@@ -87,7 +126,7 @@ class Words(TextStream):
 
 
 def scheduler_of(engine: Pretended) -> Scheduler[Seat]:
-    return Scheduler(engine, Words, threading.RLock())
+    return Scheduler(engine, Words, Turns())
 
 
 def run_out(scheduler: Scheduler[Seat]) -> None:
@@ -96,12 +135,16 @@ def run_out(scheduler: Scheduler[Seat]) -> None:
 
 
 def tokens_of(generation: Generation[Seat]) -> list[int]:
-    return [piece.token for piece in generation.pieces if piece.token is not None]
+    return tokens_in(generation.pieces)
+
+
+def tokens_in(pieces: Iterable[Piece]) -> list[int]:
+    return [piece.token for piece in pieces if piece.token is not None]
 
 
 def alone(request: Request) -> list[int]:
     scheduler = scheduler_of(Pretended())
-    return [piece.token for piece in scheduler.stream(scheduler.submit(request)) if piece.token is not None]
+    return tokens_in(scheduler.stream(scheduler.submit(request)))
 
 
 def random_request(chooser: random.Random) -> Request:
@@ -161,12 +204,110 @@ def test_requests_join_while_others_decode() -> None:
     assert engine.batches == [1, 1, 1, 1, 2, 2, 1, 1, 1]
 
 
+def test_steps_lie_between_the_pieces_of_a_prompt() -> None:
+    engine = Pretended(piece_s=PIECES_S)
+    scheduler = scheduler_of(engine)
+    running = scheduler.submit(Request([1], 9))
+    while running.session is None:
+        scheduler.advance()
+    engine.log.clear()
+    long = scheduler.submit(Request([2, 3, 4, 5], 2))
+    run_out(scheduler)
+    pieces = [f"prompt {token}" for token in (2, 3, 4, 5)]
+    assert engine.log[:8] == [entry for piece in pieces for entry in (piece, "step")]
+    assert (tokens_of(running), tokens_of(long)) == (alone(running.request), alone(long.request))
+
+
+def test_a_more_urgent_prompt_goes_before_one_that_has_begun() -> None:
+    engine = Pretended(piece_s=PIECES_S)
+    scheduler = scheduler_of(engine)
+    scheduler.submit(Request([1, 2, 3], 1))
+    scheduler.advance()
+    for prompt, priority in (([4, 5], 1), ([6], 0)):
+        scheduler.submit(Request(prompt, 1, priority=priority))
+    run_out(scheduler)
+    assert engine.log == [f"prompt {token}" for token in (1, 4, 5, 2, 3, 6)]
+
+
+def test_a_prompt_that_waits_for_the_store_keeps_none_waiting() -> None:
+    engine = Pretended(waits={1: Held()})
+    scheduler = scheduler_of(engine)
+    first, second = scheduler.submit(Request([1, 2], 3)), scheduler.submit(Request([3], 3))
+    while second.finish is None:
+        scheduler.advance()
+    assert first.finish is None
+    engine.waits[1].free = True
+    run_out(scheduler)
+    assert tokens_of(first) == alone(first.request)
+
+
+def test_a_prompt_that_is_cancelled_gives_its_slot_back_at_once() -> None:
+    engine = Pretended(slots=1, piece_s=PIECES_S)
+    scheduler = scheduler_of(engine)
+    cancelled, next_one = scheduler.submit(Request([1, 2, 3], 3)), scheduler.submit(Request([4], 3))
+    scheduler.advance()
+    assert engine.free_slots == 0
+    scheduler.cancel(cancelled)
+    assert engine.free_slots == 1
+    run_out(scheduler)
+    assert engine.log[:2] == ["prompt 1", "prompt 4"]
+    assert (cancelled.finish, tokens_of(next_one)) == (Finish.CANCELLED, alone(next_one.request))
+
+
+def test_the_last_piece_says_what_the_text_took() -> None:
+    scheduler = scheduler_of(Pretended(piece_s=0.01))
+    *pieces, last = scheduler.stream(scheduler.submit(Request([1, 2], 5)))
+    assert [piece.finish for piece in pieces] == [None] * 5
+    assert (last.token, last.finish) == (None, Finish.LENGTH)
+    assert last.usage is not None
+    assert (last.usage.prompt, last.usage.generated) == (2, 5)
+    assert last.usage.prefill_s >= 0.02
+
+
+def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
+    turns, order = Turns(), []
+
+    def take(number: int) -> None:
+        with turns, turns:
+            order.append(number)
+
+    threads = []
+    with turns:
+        for number in range(8):
+            threads.append(threading.Thread(target=take, args=(number,)))
+            threads[-1].start()
+            while len(turns._queue) <= number:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join(30.0)
+    assert order == list(range(8))
+
+
+def test_who_asks_again_and_again_comes_behind_who_waits() -> None:
+    turns, done, taken = Turns(), threading.Event(), threading.Event()
+
+    def greedy() -> None:
+        while not done.is_set():
+            with turns:
+                taken.set()
+
+    thread = threading.Thread(target=greedy)
+    thread.start()
+    assert taken.wait(30.0)
+    for _ in range(1000):
+        with turns:
+            pass
+    done.set()
+    thread.join(30.0)
+    assert not turns.acquire(unless=lambda: True)
+
+
 def test_an_error_of_one_row_ends_that_row_alone() -> None:
-    def damaged(seats: Sequence[Seat]) -> Exception | None:
-        bad = any(seat.tokens[0] == 2 and len(seat.tokens) > 2 for seat in seats)
+    def damaged(seat: Seat) -> Exception | None:
+        bad = seat.tokens[0] == 2 and len(seat.tokens) > 2
         return StoreError("DATA_LOSS", "a block failed its checksum") if bad else None
 
-    engine = Pretended(faults=[damaged])
+    engine = Pretended(row_fault=damaged)
     scheduler = scheduler_of(engine)
     made = [scheduler.submit(Request([number], 6)) for number in (1, 2, 3)]
     run_out(scheduler)
@@ -205,7 +346,7 @@ def test_a_prompt_that_cannot_run_is_its_callers_error_alone() -> None:
     bad, good = scheduler.submit(Request([], 2)), scheduler.submit(Request([1], 2))
     with pytest.raises(ValueError, match="empty"):
         list(scheduler.stream(bad))
-    assert len(list(scheduler.stream(good))) == 2
+    assert len(tokens_in(scheduler.stream(good))) == 2
 
 
 def test_no_slot_and_nobody_who_could_free_one_is_an_error_and_no_wait() -> None:
@@ -239,7 +380,7 @@ def test_an_interrupted_step_is_an_error_for_all_that_took_part() -> None:
     engine.faults.clear()
     with pytest.raises(RuntimeError, match="interrupted"):
         list(scheduler.stream(made[1]))
-    assert len(list(scheduler.stream(made[2]))) == 6
+    assert len(tokens_in(scheduler.stream(made[2]))) == 6
     assert engine.free_slots == 2
 
 
@@ -266,10 +407,10 @@ def test_threads_that_wait_drive_each_other() -> None:
     engine = Pretended()
     scheduler = scheduler_of(engine)
     requests = [Request([number], 30, Sampling(0.7, seed=number)) for number in range(12)]
-    got: dict[int, list[int | None]] = {}
+    got: dict[int, list[int]] = {}
 
     def work(number: int) -> None:
-        got[number] = [piece.token for piece in scheduler.stream(scheduler.submit(requests[number]))]
+        got[number] = tokens_in(scheduler.stream(scheduler.submit(requests[number])))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(requests))]
     for thread in threads:
@@ -300,7 +441,7 @@ def test_a_stream_gets_its_pieces_while_another_waits_for_a_slot() -> None:
     for _ in range(4):
         next(stream)  # a step is under way meanwhile
         passed.release()
-    assert len(list(stream)) == 1
+    assert len(tokens_in(stream)) == 1
     passed.release()
     driver.join(30.0)
     assert waiting.finish is Finish.LENGTH
@@ -323,7 +464,7 @@ def test_what_may_begin_a_stop_string_is_shown_at_the_end() -> None:
     held = f"{tokens[2]} "
     scheduler = scheduler_of(Pretended())
     pieces = list(scheduler.stream(scheduler.submit(Request([1], 3, stop=(f"{held}x",)))))
-    assert pieces[-1] == Piece(None, held)
+    assert pieces[-1] == Piece(None, held, Finish.LENGTH)
     assert "".join(piece.text for piece in pieces) == "".join(f"{token} " for token in tokens)
 
 

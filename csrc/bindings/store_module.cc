@@ -257,10 +257,11 @@ void bind_data_plane(nb::module_& m) {
       .def(
           "__init__",
           [](DataPlane* self, uint64_t dram_bytes, uint32_t io_depth, uint32_t copy_threads, uint32_t spin_us,
-             uint32_t extent_blocks) {
-            new (self) DataPlane(DataPlaneOptions{dram_bytes, io_depth, copy_threads, spin_us, extent_blocks});
+             uint32_t extent_blocks, const std::string& window) {
+            new (self) DataPlane(DataPlaneOptions{dram_bytes, io_depth, copy_threads, spin_us, extent_blocks, window});
           },
-          "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, NoGil())
+          "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, "window"_a = "shm",
+          NoGil())
       .def("close", &DataPlane::close, NoGil())
       .def("create_upload", &DataPlane::create_upload, "path"_a, "spec"_a, NoGil())
       .def("upload_missing", &DataPlane::upload_missing, "upload"_a, NoGil())
@@ -298,6 +299,7 @@ NB_MODULE(_native, m) {
   m.attr("HASH_BLOCK_TOKENS") = kHashBlockTokens;
   m.attr("PACK_VERSION") = kPackVersion;
   m.attr("RING_VERSION") = kRingVersion;
+  m.attr("WINDOW_KINDS") = nb::tuple(nb::cast(window_kinds()));
   bind_errors(m);
   bind_shapes(m);
   bind_policy(m);

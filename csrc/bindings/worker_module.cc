@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/worker_products.h"
 #include "bindings/worker_ring.h"
 #include "bindings/worker_step.h"
 #include "cpu/attend.h"
@@ -193,6 +194,7 @@ NB_MODULE(_native, m) {
   using namespace headgate;
   bind_ring(m);
   bind_step(m);
+  bind_products(m);
   m.def("attend", &bind_attend, nb::arg("query"), nb::arg("window"), nb::arg("base"), nb::arg("ranges"),
         nb::arg("places"), nb::arg("counts"), nb::arg("dtype"), nb::arg("record_bytes"), nb::arg("scale"),
         nb::arg("threads"));

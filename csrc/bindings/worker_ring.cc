@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/ring_producer.h"
+#include "ring/producer.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/host_device.h"
+
 namespace headgate {
 
 inline constexpr uint32_t kBlockBytes = 4096;
@@ -53,23 +55,23 @@ struct PackHeader {
 static_assert(sizeof(PackHeader) == 304 && sizeof(PackHeader) <= kBlockBytes);
 static_assert(offsetof(PackHeader, kinds) == 144);
 
-inline constexpr uint64_t blocks_of(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
+HEADGATE_HD constexpr uint64_t blocks_of(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
 // No record straddles a block.
-inline constexpr uint32_t records_per_block(uint32_t record_bytes) { return kBlockBytes / record_bytes; }
+HEADGATE_HD constexpr uint32_t records_per_block(uint32_t record_bytes) { return kBlockBytes / record_bytes; }
 
-inline constexpr uint64_t segment_blocks(uint32_t tokens, uint32_t record_bytes) {
+HEADGATE_HD constexpr uint64_t segment_blocks(uint32_t tokens, uint32_t record_bytes) {
   uint32_t per_block = records_per_block(record_bytes);
   return (tokens + per_block - 1) / per_block;
 }
 
 // A segment's map has blocks of its own, so that whoever writes the segment writes its map.
-inline constexpr uint32_t map_blocks(uint32_t tokens) { return uint32_t(blocks_of(tokens * sizeof(uint16_t))); }
+HEADGATE_HD constexpr uint32_t map_blocks(uint32_t tokens) { return uint32_t(blocks_of(tokens * sizeof(uint16_t))); }
 
 // Blocks between header and CRC table.
-inline constexpr uint64_t checked_blocks(const PackHeader& h) { return h.crc_off / kBlockBytes - 1; }
+HEADGATE_HD constexpr uint64_t checked_blocks(const PackHeader& h) { return h.crc_off / kBlockBytes - 1; }
 
 // Fills every size and offset from layers, kinds[].{lanes,record_bytes}, tokens. The only place that does.
-inline constexpr void lay_out(PackHeader& h) {
+HEADGATE_HD constexpr void lay_out(PackHeader& h) {
   uint64_t offset = kBlockBytes;
   for (uint32_t j = 0; j < h.kind_count; ++j) {
     KindHeader& kind = h.kinds[j];

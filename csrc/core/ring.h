@@ -1,16 +1,17 @@
 // The ring between one producer (worker) and the daemon: two shared memories, each written by one side only.
 //
-//   requests     RequestsHeader | Ticket[tickets] | Run[tickets][runs_max] | Pair[tickets][pairs_max]
-//                the worker writes
-//   completions  CompletionsHeader | Cell[tickets][runs_max]
-//                the daemon writes
+//   requests, written by the worker     RequestsHeader | Ticket[tickets] | Run[tickets][runs_max]
+//                                       | Pair[tickets][pairs_max]
+//   completions, written by the daemon  CompletionsHeader | Cell[tickets][runs_max]
 //
-// csrc/model/README.md holds the order of operations and the memory orders; the models beside it verify them.
+// csrc/protocol/README.md holds the order of operations and the memory orders; every word that both sides look at is
+// accessed atomically, through ring/word.h on the host.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+
+#include "core/host_device.h"
 
 namespace headgate {
 
@@ -21,12 +22,16 @@ inline constexpr uint32_t kTicketsMax = 4096;
 inline constexpr uint32_t kRunsMax = 1u << 16;
 inline constexpr uint32_t kPairsMax = 1u << 24;
 
-// GATHER pairs -> places. RANGE contiguous records -> contiguous places (dense restore): first_pair is the first
-// record, pair_count the number of records, arg the first place. STORE one staged segment -> an upload: slot is the
-// upload, arg the offset in the staging memory of [records dense][u16 map, kind 0 only]; OK means written, durable is
-// what finish_upload makes it. PROMOTE a hint without an answer: read ahead. CANCEL gives up the open runs of ticket
-// arg; after its OK nothing of them is copied. The runs of a ticket may name pairs_max pairs together, those of a RANGE
-// 2^24 records; a run that goes beyond ends in INVALID_ARGUMENT.
+// GATHER   pairs -> places.
+// RANGE    contiguous records -> contiguous places (dense restore): first_pair is the first record, pair_count the
+//          number of records, arg the first place.
+// STORE    one staged segment -> an upload: slot is the upload, arg the offset in the staging memory of
+//          [records dense][u16 map, kind 0 only]. OK means written; durable is what finish_upload makes it.
+// PROMOTE  a hint without an answer: read ahead.
+// CANCEL   gives up the open runs of ticket arg; after its OK nothing of them is copied.
+//
+// The runs of a ticket may name pairs_max pairs together, those of a RANGE 2^24 records;
+// a run that goes beyond ends in INVALID_ARGUMENT.
 enum class Op : uint16_t { kGather = 1, kRange = 2, kStore = 3, kPromote = 4, kCancel = 5 };
 
 enum class Status : uint32_t { kNone = 0, kOk = 1, kMiss = 2, kError = 3, kStale = 4, kPoison = 5 };
@@ -55,9 +60,9 @@ struct RequestsHeader {
   uint32_t version;
   RingGeometry geometry;
   uint64_t epoch;
-  alignas(64) std::atomic<uint64_t> poison;
-  alignas(64) std::atomic<uint32_t> bell;    // the worker rings it; the daemon sleeps on it
-  alignas(64) std::atomic<uint32_t> asleep;  // the worker sleeps (on CompletionsHeader::bell)
+  alignas(64) uint64_t poison;
+  alignas(64) uint32_t bell;    // the worker rings it; the daemon sleeps on it
+  alignas(64) uint32_t asleep;  // the worker sleeps (on CompletionsHeader::bell)
 };
 static_assert(sizeof(RequestsHeader) == 256);
 
@@ -66,16 +71,16 @@ struct CompletionsHeader {
   uint32_t version;
   RingGeometry geometry;
   uint64_t epoch;
-  alignas(64) std::atomic<uint64_t> poison;
-  alignas(64) std::atomic<uint32_t> bell;      // the daemon rings it; the worker sleeps on it
-  alignas(64) std::atomic<uint32_t> asleep;    // the daemon sleeps (on RequestsHeader::bell)
-  alignas(64) std::atomic<uint64_t> consumed;  // every run of every ticket <= consumed is terminal
-  std::atomic<uint64_t> heartbeat;             // CLOCK_MONOTONIC, ns
+  alignas(64) uint64_t poison;
+  alignas(64) uint32_t bell;      // the daemon rings it; the worker sleeps on it
+  alignas(64) uint32_t asleep;    // the daemon sleeps (on RequestsHeader::bell)
+  alignas(64) uint64_t consumed;  // every run of every ticket <= consumed is terminal
+  uint64_t heartbeat;             // CLOCK_MONOTONIC, ns
 };
 static_assert(sizeof(CompletionsHeader) == 320);
 
 struct Ticket {
-  std::atomic<uint64_t> seq;
+  uint64_t seq;
   uint32_t step;
   uint16_t layer;
   uint16_t micro_batch;
@@ -104,43 +109,45 @@ struct Pair {
 };
 static_assert(sizeof(Pair) == 8);
 
-struct Cell {
-  std::atomic<uint64_t> seq;  // stored last, with release
+struct alignas(16) Cell {
+  uint64_t seq;
   uint32_t status;
   uint32_t aux;
 };
-static_assert(sizeof(Cell) == 16 && std::atomic<uint64_t>::is_always_lock_free);
+static_assert(sizeof(Cell) == 16 && alignof(Cell) == 16);
 
 // All offset arithmetic of the two memories. Ticket seq t (from 1) uses slot t mod N of every array.
 struct RingLayout {
   RingGeometry g;
 
-  constexpr uint64_t ticket_off(uint64_t seq) const { return sizeof(RequestsHeader) + index(seq) * sizeof(Ticket); }
-  constexpr uint64_t runs_off(uint64_t seq) const {
+  HEADGATE_HD constexpr uint64_t ticket_off(uint64_t seq) const {
+    return sizeof(RequestsHeader) + index(seq) * sizeof(Ticket);
+  }
+  HEADGATE_HD constexpr uint64_t runs_off(uint64_t seq) const {
     return sizeof(RequestsHeader) + uint64_t{g.tickets} * sizeof(Ticket) + index(seq) * g.runs_max * sizeof(Run);
   }
-  constexpr uint64_t pairs_off(uint64_t seq) const {
+  HEADGATE_HD constexpr uint64_t pairs_off(uint64_t seq) const {
     return sizeof(RequestsHeader) + uint64_t{g.tickets} * (sizeof(Ticket) + uint64_t{g.runs_max} * sizeof(Run)) +
            index(seq) * g.pairs_max * sizeof(Pair);
   }
-  constexpr uint64_t requests_bytes() const {
+  HEADGATE_HD constexpr uint64_t requests_bytes() const {
     return page(sizeof(RequestsHeader) + uint64_t{g.tickets} * (sizeof(Ticket) + uint64_t{g.runs_max} * sizeof(Run) +
                                                                 uint64_t{g.pairs_max} * sizeof(Pair)));
   }
-  constexpr uint64_t cell_off(uint64_t seq, uint32_t run) const {
+  HEADGATE_HD constexpr uint64_t cell_off(uint64_t seq, uint32_t run) const {
     return sizeof(CompletionsHeader) + (index(seq) * g.runs_max + run) * sizeof(Cell);
   }
-  constexpr uint64_t completions_bytes() const {
+  HEADGATE_HD constexpr uint64_t completions_bytes() const {
     return page(sizeof(CompletionsHeader) + uint64_t{g.tickets} * g.runs_max * sizeof(Cell));
   }
-  constexpr bool valid() const {
+  HEADGATE_HD constexpr bool valid() const {
     return g.tickets >= 2 && g.tickets <= kTicketsMax && (g.tickets & (g.tickets - 1)) == 0 && g.runs_max >= 1 &&
            g.runs_max < kRunsMax && g.pairs_max >= 1 && g.pairs_max <= kPairsMax;
   }
 
  private:
-  constexpr uint64_t index(uint64_t seq) const { return seq & (g.tickets - 1); }
-  static constexpr uint64_t page(uint64_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+  HEADGATE_HD constexpr uint64_t index(uint64_t seq) const { return seq & (g.tickets - 1); }
+  HEADGATE_HD static constexpr uint64_t page(uint64_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 };
 
 }  // namespace headgate

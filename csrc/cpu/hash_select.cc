@@ -1,9 +1,4 @@
 // Counting select on summed Hamming distances: one pass for the distances and their histogram, one to collect.
-//
-// The g query codes fold into few bit planes. With n_j of the g codes having bit j set, a key pays n_j for a clear bit
-// and g - n_j for a set one, that is min(n_j, g - n_j), and |g - 2 n_j| more where it differs from the majority. So
-//     distance = sum_j min(n_j, g - n_j) + sum_b 2^b popcount((key ^ majority) & plane_b)
-// with plane_b bit b of |g - 2 n_j|: two population counts instead of four for g = 4, three instead of eight for g = 8.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -25,64 +20,21 @@
 namespace headgate {
 namespace {
 
-constexpr int kGroupMax = 128;  // distances stay below kOutside
-constexpr int kPlanesMax = 8;
 constexpr uint16_t kOutside = 0xffff;
 
-struct Planes {
-  uint64_t majority[kHashWords] = {};
-  uint64_t mask[kPlanesMax][kHashWords] = {};
-  int weight_log[kPlanesMax] = {};
-  int count = 0;
-  int floor = 0;  // what every key pays
-  int most = 0;   // the largest possible distance
-};
+using Distances = void (*)(const HashPlanes&, const uint64_t* codes, size_t n, uint16_t* out);
 
-Planes fold_queries(const uint64_t* codes, int group) {
-  Planes all{}, used{};
-  for (int j = 0; j < kHashBits; ++j) {
-    const int word = j / 64;
-    const uint64_t bit = uint64_t{1} << (j % 64);
-    int set = 0;
-    for (int i = 0; i < group; ++i) set += (codes[i * kHashWords + word] & bit) != 0;
-    used.floor += std::min(set, group - set);
-    used.most += std::max(set, group - set);
-    if (set > group - set) used.majority[word] |= bit;
-    const int extra = std::abs(group - 2 * set);
-    for (int b = 0; b < kPlanesMax; ++b) {
-      if (extra >> b & 1) all.mask[b][word] |= bit;
-    }
-  }
-  for (int b = 0; b < kPlanesMax; ++b) {
-    if (std::all_of(all.mask[b], all.mask[b] + kHashWords, [](uint64_t w) { return w == 0; })) continue;
-    std::copy_n(all.mask[b], kHashWords, used.mask[used.count]);
-    used.weight_log[used.count++] = b;
-  }
-  return used;
-}
-
-using Distances = void (*)(const Planes&, const uint64_t* codes, size_t n, uint16_t* out);
-
-__attribute__((always_inline)) inline void distances_by_word(const Planes& p, const uint64_t* codes, size_t n,
+__attribute__((always_inline)) inline void distances_by_word(const HashPlanes& p, const uint64_t* codes, size_t n,
                                                              uint16_t* out) {
-  for (size_t i = 0; i < n; ++i) {
-    int total = p.floor;
-    for (int b = 0; b < p.count; ++b) {
-      int bits = 0;
-      for (int w = 0; w < kHashWords; ++w)
-        bits += std::popcount((codes[i * kHashWords + w] ^ p.majority[w]) & p.mask[b][w]);
-      total += bits << p.weight_log[b];
-    }
-    out[i] = static_cast<uint16_t>(total);
-  }
+  for (size_t i = 0; i < n; ++i) out[i] = static_cast<uint16_t>(hash_distance(p, codes + i * kHashWords));
 }
 
-void distances_baseline(const Planes& p, const uint64_t* codes, size_t n, uint16_t* out) {
+void distances_baseline(const HashPlanes& p, const uint64_t* codes, size_t n, uint16_t* out) {
   distances_by_word(p, codes, n, out);
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2,popcnt"))) void distances_popcnt(const Planes& p, const uint64_t* codes, size_t n,
+__attribute__((target("avx2,popcnt"))) void distances_popcnt(const HashPlanes& p, const uint64_t* codes, size_t n,
                                                              uint16_t* out) {
   distances_by_word(p, codes, n, out);
 }
@@ -95,7 +47,7 @@ HEADGATE_VPOPCNT inline __attribute__((always_inline)) __m512i twice(const uint6
 
 // Words of two codes per vector; four vectors fold into the eight sums. kCount planes stay in registers.
 template <int kCount>
-HEADGATE_VPOPCNT void distances_vpopcnt(const Planes& p, const uint64_t* codes, size_t n, uint16_t* out) {
+HEADGATE_VPOPCNT void distances_vpopcnt(const HashPlanes& p, const uint64_t* codes, size_t n, uint16_t* out) {
   const __m512i majority = twice(p.majority);
   __m512i mask[kCount];
   __m128i shift[kCount];
@@ -281,9 +233,9 @@ struct Scratch {
 
 void hash_select(const uint64_t* query_codes, int group, const std::vector<PackCodes>& packs, const Selection& wanted,
                  std::vector<int32_t>& out) {
-  if (group < 1 || group > kGroupMax) throw std::invalid_argument("hash_select: 1 to 128 query heads per KV head");
+  if (group < 1 || group > kHashGroupMax) throw std::invalid_argument("hash_select: 1 to 128 query heads per KV head");
   static thread_local Scratch s;
-  const Planes planes = fold_queries(query_codes, group);
+  const HashPlanes planes = fold_codes(query_codes, group);
   const Distances measure = kernel(planes.count);
   size_t pack_count = 0, n = 0;
   while (pack_count < packs.size() && packs[pack_count].first < wanted.high) n += packs[pack_count++].count;

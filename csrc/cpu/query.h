@@ -5,12 +5,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/hamming.h"
 #include "cpu/selector.h"
 
 namespace headgate {
-
-inline constexpr int kHashBits = 256;
-inline constexpr int kHashWords = kHashBits / 64;
 
 // docs/qsac.md step 3 for one KV head: the importance-weighted harmonic mean of `group` cosines of d elements each;
 // NaN where a norm is zero.

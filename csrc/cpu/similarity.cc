@@ -1,6 +1,4 @@
-#include <algorithm>
-#include <cmath>
-#include <limits>
+#include "core/similarity.h"
 
 #include "cpu/query.h"
 
@@ -37,19 +35,12 @@ Products products(const float* query, const float* label, int d) {
 }  // namespace
 
 float similarity(const float* query, const float* label, const float* weights, int group, int d, float cos_floor) {
-  double weight_sum = 0, inverse_sum = 0, least = std::numeric_limits<double>::infinity();
+  SafeHarmonicMean mean;
   for (int i = 0; i < group; ++i) {
     const Products p = products(query + size_t(i) * d, label + size_t(i) * d, d);
-    if (!(p.query_query > 0 && p.label_label > 0)) return std::numeric_limits<float>::quiet_NaN();
-    const double cosine = p.query_label / std::sqrt(p.query_query * p.label_label);
-    if (!std::isfinite(cosine)) return std::numeric_limits<float>::quiet_NaN();
-    least = std::min(least, cosine);
-    weight_sum += weights[i];
-    inverse_sum += weights[i] / cosine;
+    mean.add(cosine(p.query_label, p.query_query, p.label_label), weights[i]);
   }
-  // A harmonic mean means nothing once a cosine is not positive.
-  if (least <= cos_floor || !(weight_sum > 0)) return static_cast<float>(least);
-  return static_cast<float>(weight_sum / inverse_sum);
+  return mean.value(cos_floor);
 }
 
 }  // namespace headgate

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "core/pack.h"
-#include "core/ring_producer.h"
 #include "cpu/attend.h"
 #include "cpu/head_state.h"
 #include "cpu/look_up.h"
+#include "ring/producer.h"
 
 namespace headgate {
 

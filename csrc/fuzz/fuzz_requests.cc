@@ -15,9 +15,9 @@
 #include <optional>
 #include <thread>
 
-#include "core/futex.h"
-#include "core/ring_producer.h"
 #include "fuzz/shared_worker.h"
+#include "ring/futex.h"
+#include "ring/producer.h"
 
 namespace headgate::fuzz {
 namespace {
@@ -45,7 +45,7 @@ PackHeader shape(uint32_t tokens, uint8_t name) {
 
 // What outlives an input: the data plane, both documents, and the worker to whom nothing may happen.
 struct World {
-  DataPlane plane{DataPlaneOptions{kDramBytes, 8, 1, 30, kExtentBlocks}};
+  DataPlane plane{DataPlaneOptions{kDramBytes, 8, 1, 30, kExtentBlocks, "shm"}};
   std::string directory;
   uint32_t files = 0;
   std::vector<uint32_t> packs[2];
@@ -318,10 +318,10 @@ class Player {
 
   void publish(SharedRing& ring, uint64_t seq) {
     auto& header = *reinterpret_cast<RequestsHeader*>(ring.requests.data());
-    reinterpret_cast<Ticket*>(ring.requests.data() + ring.layout.ticket_off(seq))
-        ->seq.store(seq, std::memory_order_release);
+    Ticket& ticket = *reinterpret_cast<Ticket*>(ring.requests.data() + ring.layout.ticket_off(seq));
+    as_atomic(ticket.seq).store(seq, std::memory_order_release);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    header.bell.fetch_add(1, std::memory_order_relaxed);
+    as_atomic(header.bell).fetch_add(1, std::memory_order_relaxed);
     futex_wake(header.bell);
   }
 

@@ -1,5 +1,5 @@
-// The shim of test builds, for copy threads: which of them stand still, and what runs suffer. Included by
-// store/faults.h only.
+// The shim of test builds, for copy threads: which of them stand still, and what runs suffer.
+// Included by store/faults.h only.
 #pragma once
 
 #include <cstdint>

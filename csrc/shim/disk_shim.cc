@@ -5,8 +5,8 @@
 #include <cstring>
 #include <mutex>
 
-#include "core/futex.h"
 #include "core/pack.h"
+#include "ring/futex.h"
 #include "store/error.h"
 
 namespace headgate::shim {

@@ -4,7 +4,8 @@
 #include <array>
 #include <cerrno>
 
-#include "core/futex.h"
+#include "ring/futex.h"
+#include "ring/word.h"
 
 namespace headgate {
 
@@ -12,10 +13,10 @@ namespace headgate {
 class Bells {
  public:
   void clear() { words_ = 0; }
-  void add(const std::atomic<uint32_t>& word) {
+  void add(const uint32_t& word) {
     if (words_++ >= waiters_.size()) return;
     futex_waitv& w = waiters_[words_ - 1] = {};
-    w.val = word.load(std::memory_order_relaxed);
+    w.val = as_atomic(word).load(std::memory_order_relaxed);
     w.uaddr = reinterpret_cast<uint64_t>(&word);
     w.flags = FUTEX_32;  // shared with other processes
   }
@@ -29,7 +30,7 @@ class Bells {
     timespec deadline = to_timespec(deadline_ns);
     if (syscall(SYS_futex_waitv, waiters_.data(), count, 0, &deadline, CLOCK_MONOTONIC) >= 0) return;
     if (errno != ENOSYS && errno != EPERM) return;
-    auto& first = *reinterpret_cast<const std::atomic<uint32_t>*>(waiters_[0].uaddr);
+    auto& first = *reinterpret_cast<const uint32_t*>(waiters_[0].uaddr);
     futex_wait(first, uint32_t(waiters_[0].val), poll_ns < deadline_ns ? poll_ns : deadline_ns);
   }
 

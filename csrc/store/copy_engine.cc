@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "core/futex.h"
+#include "ring/futex.h"
 #include "store/bells.h"
 
 namespace headgate {
@@ -192,7 +192,7 @@ void CopyEngine::wait(const std::shared_ptr<Call>& call) {
 
 void CopyEngine::nudge() {
   asked_.store(true, std::memory_order_release);
-  command_word_.fetch_add(1, std::memory_order_seq_cst);
+  as_atomic(command_word_).fetch_add(1, std::memory_order_seq_cst);
   futex_wake(command_word_);
 }
 

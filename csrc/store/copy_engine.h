@@ -23,8 +23,8 @@ struct EngineOptions {
 };
 
 // A ring and its runs belong to one engine, and a command that runs between steps sees no copy half done: what
-// csrc/model asks of slot epochs and counts in flight needs no atomics here. What must hold for all rings of a worker
-// holds when the command has run on every engine that serves one.
+// csrc/protocol asks of slot epochs and counts in flight needs no atomics here. What must hold for all rings of a
+// worker holds when the command has run on every engine that serves one.
 class CopyEngine {
  public:
   // Returns whether it is done; otherwise it is called again, after some turns of the loop.
@@ -76,8 +76,8 @@ class CopyEngine {
   bool accepts_calls_ = true;
   std::atomic<bool> asked_{false};  // there may be commands
   std::atomic<bool> stopping_{false};
-  std::atomic<uint32_t> command_word_{0};
-  std::thread thread_;  // last: starts when everything else is there
+  uint32_t command_word_ = 0;  // a futex
+  std::thread thread_;         // last: starts when everything else is there
 };
 
 }  // namespace headgate

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <thread>
 
-#include "core/futex.h"
+#include "ring/futex.h"
 #include "store/shard.h"
 
 namespace headgate {
@@ -33,7 +33,8 @@ bool eventually(std::chrono::nanoseconds deadline, Condition condition) {
 
 }  // namespace
 
-DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent_blocks, counters_) {
+DataPlane::DataPlane(const DataPlaneOptions& o)
+    : make_window_(window_maker(o.window)), frames_(o.dram_bytes, o.extent_blocks, counters_) {
   if (o.copy_threads < 1 || o.copy_threads > kThreadsMax) throw invalid_argument("copy_threads must be 1..64");
   if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
   for (uint32_t i = 0; i < o.copy_threads; ++i)
@@ -253,8 +254,9 @@ uint32_t DataPlane::add_worker(int window_fd, uint64_t window_bytes, int staging
     id = next_id_++;
     home = workers_made_++;
   }
-  auto worker = std::make_shared<Worker>(id, owner, home, uint32_t(engines_.size()), run_ns_max, window_fd,
-                                         window_bytes, staging_fd, staging_bytes, slots);
+  auto worker =
+      std::make_shared<Worker>(id, owner, home, uint32_t(engines_.size()), run_ns_max,
+                               make_window_(window_fd, window_bytes), window_bytes, staging_fd, staging_bytes, slots);
   std::lock_guard lock(mutex_);
   if (closed_) throw unavailable("the data plane is closed");
   workers_[id] = std::move(worker);
@@ -368,7 +370,7 @@ uint32_t DataPlane::bind(uint32_t worker, uint32_t slot, const std::vector<uint3
   std::vector<BoundPack> bound;
   for (uint32_t pack : packs) bound.push_back(bound_pack(pack));
   auto binding =
-      std::make_shared<const Binding>(bound, layers, lanes, std::move(windows), record_bytes, w->window.bytes());
+      std::make_shared<const Binding>(bound, layers, lanes, std::move(windows), record_bytes, w->window_bytes);
   auto controlled = control(*w);
   w->check_open();
   if (w->slots[slot].binding) throw failed_precondition("slot " + std::to_string(slot) + " is bound");

@@ -19,6 +19,7 @@ struct DataPlaneOptions {
   uint32_t copy_threads;
   uint32_t spin_us;
   uint32_t extent_blocks;
+  std::string window;  // of window_kinds()
 };
 
 // Thread-safe; every call may block on the disk or on a copy thread, never on a worker. The mutex guards the tables
@@ -46,8 +47,8 @@ class DataPlane {
   // A hint: hot_records is [layers, lanes of kind 0]; an owner who hints too much is not heard, and counted.
   void warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner);
 
-  // Rounds are fair among owners (uids) first. Runs are given up after 3/4 of wait_ms (0: the default), the worker's
-  // wait.
+  // Rounds are fair among owners (uids) first.
+  // Runs are given up after 3/4 of wait_ms (0: the default), the worker's wait.
   uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots,
                       uint32_t owner, uint32_t wait_ms);
   // Formats both headers; the ring is not looked at before serve_rings.
@@ -99,6 +100,7 @@ class DataPlane {
   void drop_upload(const UploadEntry& entry, uint32_t upload);
   void nudge();
 
+  const MakeWindow make_window_;
   Counters counters_;
   Trace trace_;
   Frames frames_;

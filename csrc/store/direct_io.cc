@@ -9,8 +9,8 @@ namespace headgate {
 namespace {
 constexpr uint64_t kChunkBytes = 1 << 20;  // longer O_DIRECT transfers gain nothing and may be cut
 
-// Moves whole blocks with transfer(done, bytes) until all are moved; returns 0 or an errno. ENODATA: the file is too
-// short.
+// Moves whole blocks with transfer(done, bytes) until all are moved; returns 0 or an errno.
+// ENODATA: the file is too short.
 template <typename Transfer>
 int move_blocks(uint64_t bytes, Transfer transfer) {
   uint32_t retries = 0;

@@ -10,8 +10,8 @@
 
 namespace headgate {
 
-// Zeroed memory of whole blocks, aligned to a block. Pages that nobody has touched cost nothing, and none stay with the
-// allocator afterwards.
+// Zeroed memory of whole blocks, aligned to a block. Pages that nobody has touched cost nothing,
+// and none stay with the allocator afterwards.
 class BlockBuffer {
  public:
   explicit BlockBuffer(uint64_t bytes);  // RESOURCE_EXHAUSTED

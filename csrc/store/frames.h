@@ -68,8 +68,8 @@ class Frames {
   // Of every owner that has some.
   std::map<uint32_t, uint32_t> used_by_owner() const;
 
-  // Pins the longest prefix of `uses` for which there are frames and in which at most `cold_max` are not ready; returns
-  // its length.
+  // Pins the longest prefix of `uses` for which there are frames and in which at most `cold_max` are not ready;
+  // returns its length.
   size_t acquire(std::span<ExtentUse> uses, size_t cold_max);
   // Claims what pinned uses still miss and nobody reads: to_read.
   void claim(std::span<ExtentUse> uses);

@@ -18,56 +18,57 @@ inline void prefetch(const uint8_t* record, uint32_t bytes) {
 
 #if defined(__x86_64__)
 
-__attribute__((target("avx512f"))) void copy_avx512(const uint8_t* const* from, uint8_t* const* to, size_t count,
-                                                    uint32_t bytes) {
+__attribute__((target("avx512f"))) void copy_avx512(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
+                                                    size_t count, uint32_t bytes) {
   for (size_t i = 0; i < count; ++i) {
     if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
-    for (uint32_t at = 0; at < bytes; at += kLine) _mm512_storeu_si512(to[i] + at, _mm512_loadu_si512(from[i] + at));
+    for (uint32_t at = 0; at < bytes; at += kLine)
+      _mm512_storeu_si512(base + to[i] + at, _mm512_loadu_si512(from[i] + at));
   }
 }
 
 // Stores past the caches, for `to` aligned to a line: no line is read before it is overwritten.
-__attribute__((target("avx512f"))) void stream_avx512(const uint8_t* const* from, uint8_t* const* to, size_t count,
-                                                      uint32_t bytes) {
+__attribute__((target("avx512f"))) void stream_avx512(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
+                                                      size_t count, uint32_t bytes) {
   for (size_t i = 0; i < count; ++i) {
     if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
     for (uint32_t at = 0; at < bytes; at += kLine)
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to[i] + at), _mm512_loadu_si512(from[i] + at));
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(base + to[i] + at), _mm512_loadu_si512(from[i] + at));
   }
 }
 
-__attribute__((target("avx2"))) void copy_avx2(const uint8_t* const* from, uint8_t* const* to, size_t count,
-                                               uint32_t bytes) {
+__attribute__((target("avx2"))) void copy_avx2(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
+                                               size_t count, uint32_t bytes) {
   for (size_t i = 0; i < count; ++i) {
     if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
     for (uint32_t at = 0; at < bytes; at += 32) {
       __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[i] + at));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[i] + at), half);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(base + to[i] + at), half);
     }
   }
 }
 
-__attribute__((target("avx2"))) void stream_avx2(const uint8_t* const* from, uint8_t* const* to, size_t count,
-                                                 uint32_t bytes) {
+__attribute__((target("avx2"))) void stream_avx2(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
+                                                 size_t count, uint32_t bytes) {
   for (size_t i = 0; i < count; ++i) {
     if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
     for (uint32_t at = 0; at < bytes; at += 32) {
       __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[i] + at));
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(to[i] + at), half);
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(base + to[i] + at), half);
     }
   }
 }
 
 #endif
 
-void copy_portable(const uint8_t* const* from, uint8_t* const* to, size_t count, uint32_t bytes) {
+void copy_portable(const uint8_t* const* from, uint8_t* base, const uint64_t* to, size_t count, uint32_t bytes) {
   for (size_t i = 0; i < count; ++i) {
     if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
-    std::memcpy(to[i], from[i], bytes);
+    std::memcpy(base + to[i], from[i], bytes);
   }
 }
 
-using Copy = void (*)(const uint8_t* const*, uint8_t* const*, size_t, uint32_t);
+using Copy = void (*)(const uint8_t* const*, uint8_t*, const uint64_t*, size_t, uint32_t);
 struct Copies {
   Copy cached;
   Copy streaming;
@@ -83,12 +84,13 @@ Copies best_copies() {
 
 }  // namespace
 
-void copy_records(const uint8_t* const* from, uint8_t* const* to, size_t count, uint32_t bytes, bool past_caches) {
+void copy_records(const uint8_t* const* from, uint8_t* base, const uint64_t* to, size_t count, uint32_t bytes,
+                  bool past_caches) {
   static const Copies copies = best_copies();
   if (count == 0) return;
   for (size_t i = 0; i < kAhead && i < count; ++i) prefetch(from[i], bytes);
-  bool aligned = reinterpret_cast<uintptr_t>(to[0]) % kLine == 0;  // then all are: records are whole lines
-  (aligned && past_caches ? copies.streaming : copies.cached)(from, to, count, bytes);
+  bool aligned = reinterpret_cast<uintptr_t>(base + to[0]) % kLine == 0;  // then all are: records are whole lines
+  (aligned && past_caches ? copies.streaming : copies.cached)(from, base, to, count, bytes);
 }
 
 }  // namespace headgate

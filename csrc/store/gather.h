@@ -6,9 +6,9 @@
 
 namespace headgate {
 
-// Copies `count` records of `bytes` bytes (a multiple of 64) from from[i] to to[i], places of one window lane.
-// past_caches: with stores that bypass the caches, for more than a cache holds; the caller fences before it tells
-// anyone.
-void copy_records(const uint8_t* const* from, uint8_t* const* to, size_t count, uint32_t bytes, bool past_caches);
+// Copies `count` records of `bytes` bytes (a multiple of 64) from from[i] to base + to[i], places of one window lane.
+// past_caches: with stores that bypass the caches, for more than a cache holds; they need a fence.
+void copy_records(const uint8_t* const* from, uint8_t* base, const uint64_t* to, size_t count, uint32_t bytes,
+                  bool past_caches);
 
 }  // namespace headgate

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "core/futex.h"
-#include "store/gather.h"
+#include "ring/futex.h"
 
 namespace headgate {
 namespace {
@@ -296,10 +295,11 @@ uint32_t GatherPath::copy_some(RunTask& t, Portion& p, uint64_t& cost) {
   const uint32_t bytes = binding.record_bytes();
   const uint32_t limit = step_records(bytes);
   const uint64_t end_ns = now_ns() + kStepNs;
-  uint8_t* lane = t.shard->worker.window.base() + binding.window(t.layer, t.run.lane).offset;
+  Window& window = *t.shard->worker.window;
+  const uint64_t lane = binding.window(t.layer, t.run.lane).offset;
   if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = end_ns - kStepNs;
   const uint8_t* from[kRecordsAtOnce];
-  uint8_t* to[kRecordsAtOnce];
+  uint64_t to[kRecordsAtOnce];
   uint32_t copied = 0;
   do {
     uint32_t at_once = std::min(kRecordsAtOnce, limit - copied), count = 0;
@@ -314,7 +314,7 @@ uint32_t GatherPath::copy_some(RunTask& t, Portion& p, uint64_t& cost) {
       }
       if (p.copied == use.count) ++p.next_use, p.copied = 0;
     }
-    copy_records(from, to, count, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
+    window.deliver(from, to, count, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
     copied += count;
   } while (copied < limit && p.next_use < p.uses.size() && now_ns() < end_ns);
   add(counters_.records_copied, copied);

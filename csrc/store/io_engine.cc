@@ -4,8 +4,8 @@
 #include <cstring>
 #include <string>
 
-#include "core/futex.h"
 #include "core/pack.h"
+#include "ring/futex.h"
 #include "store/direct_io.h"
 #include "store/error.h"
 

@@ -2,8 +2,7 @@
 
 #include <cstring>
 
-#include "core/cell.h"
-#include "core/futex.h"
+#include "ring/futex.h"
 
 namespace headgate {
 namespace {
@@ -33,29 +32,30 @@ void RingConsumer::format() {
   r.version = kRingVersion, r.geometry = layout_.g, r.epoch = id_, r.magic = kRingMagic;
   CompletionsHeader& c = completions();
   c.version = kRingVersion, c.geometry = layout_.g, c.epoch = id_, c.magic = kRingMagic;
-  c.heartbeat.store(now_ns(), std::memory_order_relaxed);
+  as_atomic(c.heartbeat).store(now_ns(), std::memory_order_relaxed);
   mprotect(requests_.data(), requests_.bytes(), PROT_READ);  // from now on only the worker writes there
 }
 
 bool RingConsumer::dead() const {
-  return requests().poison.load(std::memory_order_acquire) != 0 ||
-         completions().poison.load(std::memory_order_relaxed) != 0;
+  return as_atomic(requests().poison).load(std::memory_order_acquire) != 0 ||
+         as_atomic(completions().poison).load(std::memory_order_relaxed) != 0;
 }
 
 void RingConsumer::poison() {
-  completions().poison.store(kPoisoned, std::memory_order_release);
+  as_atomic(completions().poison).store(kPoisoned, std::memory_order_release);
   completed_ = true;
   ring_if_needed();
 }
 
 bool RingConsumer::ready() const {
-  return next_ - consumed_ <= layout_.g.tickets && ticket_at(next_).seq.load(std::memory_order_acquire) == next_;
+  return next_ - consumed_ <= layout_.g.tickets &&
+         as_atomic(ticket_at(next_).seq).load(std::memory_order_acquire) == next_;
 }
 
 TakenTicket* RingConsumer::take() {
   if (!ready()) return nullptr;
   Ticket copy;
-  std::memcpy(static_cast<void*>(&copy), &ticket_at(next_), sizeof copy);
+  std::memcpy(&copy, &ticket_at(next_), sizeof copy);
   if (copy.run_count > layout_.g.runs_max || copy.first_run > layout_.g.runs_max - copy.run_count) {
     poison();
     return nullptr;
@@ -97,9 +97,9 @@ TakenTicket* RingConsumer::in_flight(uint64_t seq) {
   return seq > consumed_ && seq < next_ && slot(seq).remaining > 0 ? &slot(seq) : nullptr;
 }
 
-bool RingConsumer::complete(TakenTicket& ticket, uint32_t run, Status status, Fault fault) {
+bool RingConsumer::complete(TakenTicket& ticket, uint32_t run, Status status, Fault fault, Window& window) {
   Cell& cell = *reinterpret_cast<Cell*>(completions_.data() + layout_.cell_off(ticket.seq, run));
-  store_cell(cell, {ticket.seq, uint32_t(status), uint32_t(fault)});
+  window.answer(cell, {ticket.seq, uint32_t(status), uint32_t(fault)});
   completed_ = true;
   if (--ticket.remaining > 0) return false;
   advance_consumed();
@@ -115,15 +115,15 @@ void RingConsumer::complete_silently(TakenTicket& ticket) {
 
 void RingConsumer::advance_consumed() {
   while (consumed_ + 1 < next_ && slot(consumed_ + 1).remaining == 0) ++consumed_;
-  completions().consumed.store(consumed_, std::memory_order_release);
+  as_atomic(completions().consumed).store(consumed_, std::memory_order_release);
 }
 
 bool RingConsumer::ring_if_needed() {
   if (!completed_) return false;
   completed_ = false;
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (requests().asleep.load(std::memory_order_relaxed) == 0) return false;
-  completions().bell.fetch_add(1, std::memory_order_relaxed);
+  if (as_atomic(requests().asleep).load(std::memory_order_relaxed) == 0) return false;
+  as_atomic(completions().bell).fetch_add(1, std::memory_order_relaxed);
   futex_wake(completions().bell);
   return true;
 }

@@ -2,14 +2,15 @@
 // ticket when it is taken, a run when it is begun, pairs when their portion is.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "core/ring.h"
+#include "ring/word.h"
 #include "store/faults.h"
 #include "store/mapping.h"
+#include "store/window.h"
 
 namespace headgate {
 
@@ -53,16 +54,17 @@ class RingConsumer {
   Run run(const TakenTicket& ticket, uint32_t index) const;
   // Copies pairs [first, first + to.size()), which lie below pairs_max.
   void copy_pairs(const TakenTicket& ticket, uint32_t first, std::span<Pair> to) const;
-  // Stores the cell of a terminal run, whose stores are already fenced. True when it was the ticket's last one.
-  bool complete(TakenTicket& ticket, uint32_t run, Status status, Fault fault);
+  // Stores the cell of a terminal run, of which everything delivered is already fenced.
+  // True when it was the ticket's last one.
+  bool complete(TakenTicket& ticket, uint32_t run, Status status, Fault fault, Window& window);
   // A ticket without an answer is terminal as soon as it has been looked through.
   void complete_silently(TakenTicket& ticket);
   // Wakes the worker if something was completed since the last call; true if it was asleep. Before this thread blocks.
   bool ring_if_needed();
 
-  void heartbeat(uint64_t now) { completions().heartbeat.store(now, std::memory_order_relaxed); }
-  const std::atomic<uint32_t>& bell() const { return requests().bell; }
-  void set_asleep(bool asleep) { completions().asleep.store(asleep, std::memory_order_relaxed); }
+  void heartbeat(uint64_t now) { as_atomic(completions().heartbeat).store(now, std::memory_order_relaxed); }
+  const uint32_t& bell() const { return requests().bell; }
+  void set_asleep(bool asleep) { as_atomic(completions().asleep).store(asleep, std::memory_order_relaxed); }
 
  private:
   RequestsHeader& requests() const { return *reinterpret_cast<RequestsHeader*>(requests_.data()); }

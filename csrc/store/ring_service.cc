@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <new>
 
-#include "core/futex.h"
+#include "ring/futex.h"
 
 namespace headgate {
 namespace {
@@ -344,8 +344,9 @@ void RingService::let_go(RunTask& t) {
 void RingService::answer(RingWork& ring, TakenTicket& ticket, uint32_t index, Status status, Fault fault) {
   count(status);
   if (status == Status::kOk) ring.last_progress_ns = now_;
-  ring.shard.worker.window.fence();
-  if (!ring.consumer->complete(ticket, index, status, fault)) return;
+  Window& window = *ring.shard.worker.window;
+  window.fence();
+  if (!ring.consumer->complete(ticket, index, status, fault, window)) return;
   uint64_t now = now_ns();
   trace_.record({ring.consumer->id(), ticket.seq, uint64_t{ticket.step} << 16 | ticket.layer, ticket.seen_ns,
                  ticket.first_copy_ns, now});

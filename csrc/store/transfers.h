@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "core/futex.h"
+#include "ring/futex.h"
 #include "store/gather_path.h"
 #include "store/read_ahead.h"
 #include "store/store_path.h"

@@ -41,13 +41,15 @@ void Binding::append(const BoundPack& pack) {
   packs_.push_back(pack);
 }
 
-Worker::Worker(uint32_t id, uint32_t owner, uint32_t home, uint32_t threads, uint64_t run_ns_max, int window_fd,
-               uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots)
+Worker::Worker(uint32_t id, uint32_t owner, uint32_t home, uint32_t threads, uint64_t run_ns_max,
+               std::unique_ptr<Window> window, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes,
+               uint32_t slots)
     : id(id),
       owner(owner),
       home(home),
       run_ns_max(run_ns_max),
-      window(window_fd, window_bytes),
+      window(std::move(window)),
+      window_bytes(window_bytes),
       staging(staging_fd, staging_bytes, PROT_READ, "staging"),
       slots(slots),
       shards(threads) {}

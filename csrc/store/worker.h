@@ -83,8 +83,8 @@ struct Shard;
 // Its rings may be served by different copy threads, each of which has a shard. `slots`, `uploads` and `rings` are the
 // control plane's, guarded by `control`; what a call changes there it changes in every shard before it returns.
 struct Worker {
-  Worker(uint32_t id, uint32_t owner, uint32_t home, uint32_t threads, uint64_t run_ns_max, int window_fd,
-         uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots);
+  Worker(uint32_t id, uint32_t owner, uint32_t home, uint32_t threads, uint64_t run_ns_max,
+         std::unique_ptr<Window> window, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots);
   ~Worker();
   // FAILED_PRECONDITION: it is poisoned; the slot is not bound.
   void check_open() const;
@@ -94,7 +94,8 @@ struct Worker {
   const uint32_t owner;       // its uid: rounds are fair among owners first
   const uint32_t home;        // the copy thread that its rings are spread from
   const uint64_t run_ns_max;  // a run that has waited this long is given up
-  Window window;
+  const std::unique_ptr<Window> window;
+  const uint64_t window_bytes;
   Mapping staging;
   std::atomic<bool> closed{false};  // poisoned or removed: every thread ends its shard as soon as it sees this
 

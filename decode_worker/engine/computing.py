@@ -19,7 +19,7 @@ def computing(config: WorkerConfig, policy: Policy) -> bytes:
 
     Model, context and dtypes stand in the fingerprint already."""
     settings = policy.settings
-    if settings.resident.all():
+    if settings.resident.all() and config.weights == "compute":
         return EXACT
     values = {
         "reuse": asdict(settings.reuse),
@@ -28,6 +28,7 @@ def computing(config: WorkerConfig, policy: Policy) -> bytes:
         "retriever": policy.retriever.name,
         "index": policy.retriever.parameters.hex(),
         "query": config.query,
+        "matrices": config.weights,
         "budget": settings.budget,
         "sink": settings.sink,
         "recent": settings.recent,

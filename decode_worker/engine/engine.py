@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from decode_worker.calibration.profile import Profile
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.computing import computing
 from decode_worker.engine.pack_reader import PackReader
 from decode_worker.engine.prefill import Prefill, Prefilled, Progress, StoredPrefix, reusable
+from decode_worker.engine.prefill import computing as prefill_computing
 from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, candidates
 from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
-from decode_worker.failures import clean_up, is_lost, prefix_changed
+from decode_worker.failures import clean_up, prefix_changed
 from decode_worker.kernels.base import StepContext
 from decode_worker.kernels.products import PRODUCTS
 from decode_worker.kernels.sets import KERNELS
@@ -26,10 +28,10 @@ from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import LeftAlone, PackWriter
 from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.base import make_policy
-from decode_worker.profile import Profile
 from decode_worker.records import STORAGE_DTYPES, RecordFormat
 from decode_worker.retrieval.base import make_retriever
 from decode_worker.transport import Transport
+from decode_worker.work import Caller, Pieces, Work, finish
 from kvstore_service.client import (
     KindSpec,
     Layout,
@@ -74,7 +76,9 @@ class Engine:
         self._computing = computing(config, self.policy)
         self._free_slots = list(range(config.slots))[::-1]
         self._open_sessions: set[Session] = set()
+        self._caller = Caller()
         with contextlib.ExitStack() as stack:
+            stack.callback(self._caller.close)
             self.client = StoreClient.connect(
                 str(config.socket), str(config.broker), config.name, broker_timeout_s=config.answer_s
             )
@@ -84,27 +88,25 @@ class Engine:
             self._resources = stack.pop_all()
         self.catalogue = PackCatalogue(self.client, self.retriever)
         self._writer = PackWriter(
-            self.records, self.retriever, self.client, self.transport, self.catalogue,
+            self.records, self.retriever, self.client, self.transport, self.catalogue, self._caller,
             clustered=config.order == "clustered",
         )  # fmt: skip
         self._prefill = Prefill(
-            self.model, self.records, self._writer, self.transport.pack_tokens, self.transport.require_daemon
-        )
+            self.model, self.records, self._writer, self._caller, self.transport.pack_tokens,
+            self.transport.require_daemon,
+        )  # fmt: skip
         self._sealer = Sealer(
-            self.records, self.policy, self.transport, self._writer, self.catalogue,
+            self.records, self.policy, self.transport, self._writer, self.catalogue, self._caller,
             computing=self._computing, slot_bytes=self.slot_bytes,
         )  # fmt: skip
-        self.loop = DecodeLoop(
-            self.policy,
-            PRODUCTS["reference"](self.model, config.slots, config.threads, "compute"),
-            self.transport,
-            KERNELS[config.kernels],
-            StepContext(
-                self.policy.settings, self.policy.state, self.retriever, self.transport.window, self.transport.decode,
-                dtype=self.records.code, record_bytes=self.records.record_bytes, scale=self.model.scale,
-                threads=config.threads, stale_fails=config.stale == "fail", wait_us=self.transport.wait_us,
-            ),
+        context = StepContext(
+            self.policy.settings, self.policy.state, self.retriever, self.transport.window.bytes,
+            self.transport.decode, dtype=self.records.code, record_bytes=self.records.record_bytes,
+            scale=self.model.scale, threads=config.threads, stale_fails=config.stale == "fail",
+            wait_us=self.transport.wait_us,
         )  # fmt: skip
+        products = PRODUCTS[config.kernels](self.model, config.slots, config.threads, config.weights)
+        self.loop = DecodeLoop(self.policy, products, self.transport, KERNELS[config.kernels](context))
 
     def _connect_rings(self) -> Transport:
         config, shape = self.config, self.model.config
@@ -130,12 +132,23 @@ class Engine:
     ) -> tuple[Session, torch.Tensor]:
         """Computes and stores a prompt, binds a slot. Returns the session and float32 logits [vocab] after the last
         token. `growth`: how many tokens are expected to follow; the number of selected places is chosen for them."""
+        return self.begin(ids, progress, growth).finish()
+
+    def begin(
+        self, ids: Sequence[int], progress: Progress | None = None, growth: int = 0
+    ) -> Work[tuple[Session, torch.Tensor]]:
+        """A `prefill` in pieces, with steps of other sessions between them. It holds a slot from its first piece on."""
         self._check_prompt(ids)
+        return Work(self._prompt(ids, progress, growth), prefill_computing)
+
+    def _prompt(
+        self, ids: Sequence[int], progress: Progress | None, growth: int
+    ) -> Pieces[tuple[Session, torch.Tensor]]:
         compete = False
         for attempt in range(1, ATTEMPTS + 1):
-            session = self._open(growth)
+            session = yield from self._open(growth)
             try:
-                logits = self._prefill_into(session, ids, progress, compete)
+                logits = yield from self._prefill_into(session, ids, progress, compete)
                 break
             except BaseException as error:
                 self.give_up(session, error)
@@ -147,52 +160,55 @@ class Engine:
 
     def _prefill_into(
         self, session: Session, ids: Sequence[int], progress: Progress | None, compete: bool
-    ) -> torch.Tensor:
-        with self._stored_prefix(session, ids) as prefix:
-            prefilled = self._prefill.run(session.session_id, ids, progress, compete, prefix)
+    ) -> Pieces[torch.Tensor]:
+        prefix = yield from self._stored_prefix(session, ids)
+        prefilled = yield from self._prefill.run(session.session_id, ids, progress, compete, prefix)
+        if prefix is not None:
+            yield from self._caller.call(self.client.unbind_slot, session.slot)
         if prefilled.packs:
-            self.client.attach_packs(session.session_id, [pack.ref for pack in prefilled.packs])
+            refs = [pack.ref for pack in prefilled.packs]
+            yield from self._caller.call(self.client.attach_packs, session.session_id, refs)
         session.packs += prefilled.packs
         session.tokens = list(ids)
-        self._bind(session)
-        self._continue_prompt(session, prefilled)
+        yield from self._bind(session)
+        yield from self._continue_prompt(session, prefilled)
         return prefilled.logits
 
-    @contextlib.contextmanager
-    def _stored_prefix(self, session: Session, ids: Sequence[int]) -> Iterator[StoredPrefix | None]:
-        """What the store has of a prompt in whole chunks, attached, and bound to be read for as long as the block
-        lasts; None if it has none."""
-        found = self._look_up(reusable(ids[:-1], self.transport.pack_tokens))
-        if not found:
-            yield None
-            return
-        self.client.attach_packs(session.session_id, found)
-        session.packs = self._indexed(session, found)
-        with self._reading(session, found) as reader:
+    def _stored_prefix(self, session: Session, ids: Sequence[int]) -> Pieces[StoredPrefix | None]:
+        """What the store has of a prompt in whole chunks, attached, and bound to be read; None if it has none."""
+        yield from self._attach_longest(session, reusable(ids[:-1], self.transport.pack_tokens))
+        if not session.packs:
+            return None
+        session.reused = session.stored
+        reader = yield from self._reader(session, [pack.ref for pack in session.packs])
 
-            def read(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-                parts = [reader.read(layer, pack.ref, pack.order) for pack in session.packs]
-                keys, values = (torch.cat(each) for each in zip(*parts, strict=True))
-                return keys, values
+        def read(layer: int) -> Pieces[tuple[torch.Tensor, torch.Tensor]]:
+            parts = []
+            for pack in session.packs:
+                parts.append((yield from reader.read(layer, pack.ref, pack.order)))
+            keys, values = (torch.cat(each) for each in zip(*parts, strict=True))
+            return keys, values
 
-            yield StoredPrefix(found[-1].pack_id, session.stored, read)
-        session.reused = sum(ref.tokens for ref in found)
+        return StoredPrefix(session.packs[-1].ref.pack_id, session.stored, read)
 
-    def _look_up(self, wanted: Sequence[PrefixCandidate]) -> list[PackRef]:
-        return self.client.lookup_prefix(self.layout.fingerprint, wanted)
-
-    def attach(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
+    def attach(self, ids: Sequence[int], growth: int = 0) -> tuple[Session, list[int]]:
         """Binds a slot to the longest stored prefix of `ids`, without copying. Returns the session and the ids it
-        lacks.
+        lacks, for steps to take: what they compute is as sparse as the policy. `growth`: as in `prefill`.
 
         At least one id is always left, because logits come from a step. What proves to be damaged is no part of the
         prefix: the next longest one is attached.
         """
         self._check_prompt(ids)
+        return finish(self._attached(ids, growth))
+
+    def _attached(self, ids: Sequence[int], growth: int) -> Pieces[tuple[Session, list[int]]]:
         for attempt in range(1, ATTEMPTS + 1):
-            session = self._open()
+            session = yield from self._open(growth)
             try:
-                self._attach_to(session, ids)
+                wanted = candidates(ids[:-1], self.transport.pack_tokens, self._computing)
+                yield from self._attach_longest(session, wanted)
+                session.tokens = list(ids[: session.stored])
+                yield from self._bind(session)
                 break
             except BaseException as error:
                 self.give_up(session, error)
@@ -200,45 +216,45 @@ class Engine:
                     raise
         return session, list(ids[session.stored :])
 
-    def _attach_to(self, session: Session, ids: Sequence[int]) -> None:
-        found = self._look_up(candidates(ids[:-1], self.transport.pack_tokens, self._computing))
-        if found:
-            self.client.attach_packs(session.session_id, found)
-        session.packs = self._indexed(session, found)
-        session.tokens = list(ids[: session.stored])
-        self._bind(session)
-
-    def _indexed(self, session: Session, found: Sequence[PackRef]) -> list[IndexedPack]:
-        """The packs with their indexes; what has no good index is read back and indexed anew."""
-        packs = {ref: self.catalogue.find(ref) for ref in found}
-        lacking = [ref for ref, pack in packs.items() if pack is None]
+    def _attach_longest(self, session: Session, wanted: Sequence[PrefixCandidate]) -> Pieces[None]:
+        """The longest chain of stored packs, attached, with their indexes; what has no good index is read back and
+        indexed anew."""
+        found = yield from self._caller.call(self._look_up, session.session_id, wanted)
+        lacking = [ref for ref, pack in found.items() if pack is None]
         if lacking:
             fresh = []
-            with self._reading(session, found) as reader:
-                for ref in lacking:
-                    order = self.client.get_map(ref)
-                    fresh.append(IndexedPack(ref, order, reader.index(ref, order, self.retriever)))
-            self.catalogue.publish(fresh)
-            packs.update((pack.ref, pack) for pack in fresh)
-        return [pack for pack in packs.values() if pack is not None]
+            reader = yield from self._reader(session, list(found))
+            for ref in lacking:
+                order = yield from self._caller.call(self.client.get_map, ref)
+                index = yield from reader.index(ref, order, self.retriever)
+                fresh.append(IndexedPack(ref, order, index))
+            yield from self._caller.call(self.client.unbind_slot, session.slot)
+            yield from self._caller.call(self.catalogue.publish, fresh)
+            found.update((pack.ref, pack) for pack in fresh)
+        session.packs = [pack for pack in found.values() if pack is not None]
 
-    @contextlib.contextmanager
-    def _reading(self, session: Session, refs: Sequence[PackRef]) -> Iterator[PackReader]:
-        """Binds the session's slot for as long as its packs are read; after an error `give_up` unbinds it."""
+    def _look_up(self, session_id: str, wanted: Sequence[PrefixCandidate]) -> dict[PackRef, IndexedPack | None]:
+        found = self.client.lookup_prefix(self.layout.fingerprint, wanted)
+        if found:
+            self.client.attach_packs(session_id, found)
+        return {ref: self.catalogue.find(ref) for ref in found}
+
+    def _reader(self, session: Session, refs: Sequence[PackRef]) -> Pieces[PackReader]:
+        """Binds the session's slot for its packs to be read; the caller unbinds it, after an error `give_up` does."""
         offset = session.slot * self.slot_bytes
         geometry = self.policy.geometry(self.config.context, sum(ref.tokens for ref in refs))
-        epoch = self.client.bind_slot(session.session_id, session.slot, refs, geometry.windows(offset))
-        reader = PackReader(self.transport, self.records, geometry, session.slot, epoch, offset)
-        yield reader
-        self.client.unbind_slot(session.slot)
+        epoch = yield from self._caller.call(
+            self.client.bind_slot, session.session_id, session.slot, refs, geometry.windows(offset)
+        )
+        return PackReader(self.transport, self.records, geometry, session.slot, epoch, offset)
 
     def compute_only(self, ids: Sequence[int]) -> torch.Tensor:
         """Computes a prompt and keeps nothing; float32 logits [vocab]."""
         self._check_prompt(ids)
-        return self._prefill.compute_only(ids)
+        return Work(self._prefill.compute_only(ids), prefill_computing).finish()
 
     def step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> torch.Tensor:
-        """One token of each session; float32 logits [B, vocab]. First seals tails that have grown long enough.
+        """One token of each session; float32 logits [B, vocab]. First goes on with seals of tails that have grown long.
 
         Raises the first session's fault, if any of them has one: then no session has taken its token. ValueError for a
         closed session, and for one that stands twice.
@@ -266,7 +282,8 @@ class Engine:
             raise ValueError("a session stands twice in one step; it takes one token at a time")
         if not self._open_sessions.issuperset(sessions):
             raise ValueError("a session of this step is closed; open another one")
-        faults = [self._unready(session) for session in sessions]
+        faults: list[Exception | None] = [self._unready(session) for session in sessions]
+        faults = [fault or unsealed for fault, unsealed in zip(faults, self._sealer.advance(sessions), strict=True)]
         ready = [i for i, fault in enumerate(faults) if fault is None]
         logits = torch.zeros(len(sessions), self.model.config.vocab)
         if ready:
@@ -277,18 +294,11 @@ class Engine:
                 faults[i] = fault
         return logits, faults
 
-    def _unready(self, session: Session) -> Exception | None:
-        """Why a session can take no token now: it has reached its context, or its full tail cannot be sealed."""
-        if session.position >= self.config.context:
-            reason = f"a session has reached context={self.config.context} tokens: raise it"
-            return StoreError("RESOURCE_EXHAUSTED", reason)
-        try:
-            self._sealer.seal_if_due(session)
-        except StoreError as error:
-            if is_lost(error):
-                raise
-            return error
-        return None
+    def _unready(self, session: Session) -> StoreError | None:
+        if session.position < self.config.context:
+            return None
+        reason = f"a session has reached context={self.config.context} tokens: raise it"
+        return StoreError("RESOURCE_EXHAUSTED", reason)
 
     def close_session(self, session: Session) -> None:
         """Unbinds the slot and closes the session in the store. Packs stay stored.
@@ -296,6 +306,7 @@ class Engine:
         Idempotent; after an error `give_up` remains."""
         if session not in self._open_sessions:
             return
+        self._sealer.give_up(session)
         self.policy.unbind(session.slot)
         self.client.close_session(session.session_id)
         self._release(session)
@@ -306,6 +317,7 @@ class Engine:
         A slot that the store may still write to is not used again."""
         if session not in self._open_sessions:
             return
+        self._sealer.give_up(session, error)
         self.policy.unbind(session.slot)
         if clean_up(error, self.client.close_session, session.session_id):
             self._release(session)
@@ -325,31 +337,43 @@ class Engine:
         """How many more sessions can be opened."""
         return len(self._free_slots)
 
-    def _open(self, growth: int = 0) -> Session:
+    def _open(self, growth: int) -> Pieces[Session]:
         if not self._free_slots:
             raise StoreError(
                 "RESOURCE_EXHAUSTED", f"all {self.config.slots} slots are bound: close a session or raise `slots`"
             )
-        session_id = self.client.open_session(self.layout, self.config.context)
-        session = Session(session_id, self._free_slots.pop(), growth)
+        slot = self._free_slots.pop()
+        try:
+            session_id = yield from self._caller.call(
+                self.client.open_session, self.layout, self.config.context,
+                undo=lambda opened, error: clean_up(error, self.client.close_session, opened),
+            )  # fmt: skip
+        except BaseException:
+            self._free_slots.append(slot)
+            raise
+        session = Session(session_id, slot, growth)
         self._open_sessions.add(session)
         return session
 
-    def _bind(self, session: Session) -> None:
+    def _bind(self, session: Session) -> Pieces[None]:
         """Gives the slot its window and fetches what a session always holds: sinks, recent tokens, resident heads."""
         slot = session.slot
         expected = min(self.config.context, session.position + session.growth)
         session.geometry = self.policy.geometry(self.config.context, expected // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS)
         self.policy.bind(slot, session.geometry, slot * self.slot_bytes, session.packs, session.position)
         refs = [pack.ref for pack in session.packs]
-        session.epoch = self.client.bind_slot(session.session_id, slot, refs, self.policy.windows(slot))
+        session.epoch = yield from self._caller.call(
+            self.client.bind_slot, session.session_id, slot, refs, self.policy.windows(slot)
+        )
         self.policy.set_epoch(slot, session.epoch)
-        self.transport.run(self.policy.bind_tickets(slot, BULK_RUNS_MAX, BULK_PAIRS_MAX))
+        yield from self.transport.run(self.policy.bind_tickets(slot, BULK_RUNS_MAX, BULK_PAIRS_MAX))
 
-    def _continue_prompt(self, session: Session, prefilled: Prefilled) -> None:
+    def _continue_prompt(self, session: Session, prefilled: Prefilled) -> Pieces[None]:
         """Writes the prompt's tokens behind the last pack into the tail, and fetches what its last query selects."""
-        if session.position > session.stored:
-            self.loop.remember(session.slot, session.stored, prefilled.rest)
+        for i, position in enumerate(range(session.stored, session.position)):
+            rest = [(keys[i : i + 1], values[i : i + 1]) for keys, values in prefilled.rest]
+            self.loop.remember(session.slot, position, rest)
+            yield None
         self.loop.seed(session.slot, session.position, prefilled.last_query)
 
     def _shrink(self) -> None:

@@ -12,6 +12,7 @@ from decode_worker.records import RecordFormat
 from decode_worker.retrieval.base import PackIndex, Retriever
 from decode_worker.transport import Transport
 from decode_worker.window.geometry import WindowGeometry
+from decode_worker.work import Pieces
 from kvstore_service.client import PackRef
 
 
@@ -35,42 +36,48 @@ class PackReader:
         self._windows = geometry.windows(offset)
         self._portion = int(geometry.places.min())
 
-    def read(self, layer: int, ref: PackRef, order: NDArray[np.uint16]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, ref: PackRef, order: NDArray[np.uint16]) -> Pieces[tuple[torch.Tensor, torch.Tensor]]:
         """K, V [n, H, d] of a pack's layer in token order, in the storage dtype. order: its map.
 
         StoreError (DATA_LOSS) if they cannot be read."""
         portions = []
         for first, count in self._portions(ref):
-            self._fetch(layer, first, count)
+            yield from self._transport.room()
+            posted = self._transport.post(self._ticket(layer, first, count))
+            yield posted
+            posted.check()
             portions.append(self._held(layer, count))
         keys, values = (torch.cat(parts) for parts in zip(*portions, strict=True))
         record_of_token = torch.from_numpy(order[layer].astype(np.int64).argsort(axis=1))
         at = record_of_token.T[..., None].expand_as(keys)
         return keys.gather(0, at), values.gather(0, at)
 
-    def index(self, ref: PackRef, order: NDArray[np.uint16], retriever: Retriever) -> PackIndex:
+    def index(self, ref: PackRef, order: NDArray[np.uint16], retriever: Retriever) -> Pieces[PackIndex]:
         """The pack's index from its stored keys. order: its map. StoreError (DATA_LOSS) if they cannot be read."""
-        keys = (self.read(layer, ref, order)[0].float().numpy() for layer in range(self._geometry.layers))
-        return retriever.assemble([retriever.build(layer, k, order[layer]) for layer, k in enumerate(keys)])
+        layers = []
+        for layer in range(self._geometry.layers):
+            keys, _ = yield from self.read(layer, ref, order)
+            layers.append(retriever.build(layer, keys.float().numpy(), order[layer]))
+        return retriever.assemble(layers)
 
     def _portions(self, ref: PackRef) -> list[tuple[int, int]]:
         """(first record, records), each of which fits a lane."""
         end = ref.first_token + ref.tokens
         return [(first, min(self._portion, end - first)) for first in range(ref.first_token, end, self._portion)]
 
-    def _fetch(self, layer: int, first: int, count: int) -> None:
+    def _ticket(self, layer: int, first: int, count: int) -> Ticket:
         """Records [first, first + count) of every head to the front of its lane."""
         runs = np.zeros(self._geometry.kv_heads, RUN_DTYPE)
         runs["slot"], runs["slot_epoch"] = self._slot, self._epoch
         runs["lane"] = range(self._geometry.kv_heads)
         runs["first_pair"], runs["pair_count"] = first, count
-        self._transport.fetch(Ticket(_native.OP_RANGE, layer, runs, NO_PAIRS))
+        return Ticket(_native.OP_RANGE, layer, runs, NO_PAIRS)
 
     def _held(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [count, H, d] at the front of the layer's lanes."""
         raw = np.empty((count, self._geometry.kv_heads, self._records.record_bytes), np.uint8)
         for head in range(self._geometry.kv_heads):
             at = int(self._windows[layer, head, 0])
-            lane = self._transport.window[at : at + count * self._records.record_bytes]
+            lane = self._transport.window.bytes[at : at + count * self._records.record_bytes]
             raw[:, head] = lane.reshape(count, -1)
         return self._records.unpack(raw)

@@ -3,6 +3,8 @@
 All chunks of a layer run before the next layer, so the worker holds hidden states and the KV of one layer, never the
 whole cache. The daemon writes the packs of layer l while layer l+1 computes.
 
+It is work in pieces, of which the largest is a chunk of one layer: decode steps lie between them.
+
 What the store has of a prompt is read, layer by layer, and the rest attends to it. Chunks start at multiples of
 CHUNK_TOKENS, attend to K and V as they are stored, and are computed as a whole or not taken from the store: a product
 of another shape has other last bits. So the logits behind a stored prefix are bit-equal to those of computing it all.
@@ -23,6 +25,7 @@ from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import PackDraft, PackWriter
 from decode_worker.packs import IndexedPack
 from decode_worker.records import RecordFormat
+from decode_worker.work import Caller, Pieces
 from kvstore_service.client import PrefixCandidate
 
 CHUNK_TOKENS = 1024
@@ -44,7 +47,7 @@ class StoredPrefix:
 
     parent: bytes  # the last pack's id
     tokens: int
-    read: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    read: Callable[[int], Pieces[tuple[torch.Tensor, torch.Tensor]]]
 
 
 @dataclass
@@ -59,23 +62,26 @@ class Prefilled:
 
 
 @contextlib.contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
+def computing() -> Iterator[None]:
+    """What every piece of a prefill is computed within."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(THREADS)
     try:
-        yield
+        with torch.inference_mode():
+            yield
     finally:
         torch.set_num_threads(before)
 
 
 class Prefill:
-    """Runs prompts of one model."""
+    """Runs prompts of one model, every piece of them within `computing`."""
 
     def __init__(
         self,
         model: Transformer,
         records: RecordFormat,
         writer: PackWriter,
+        caller: Caller,
         pack_tokens: int,
         alive: Callable[[], None],
     ) -> None:
@@ -83,11 +89,10 @@ class Prefill:
         self._model = model
         self._records = records
         self._writer = writer
+        self._caller = caller
         self._pack_tokens = pack_tokens
         self._alive = alive
 
-    @_torch_threads(THREADS)
-    @torch.inference_mode()
     def run(
         self,
         session_id: str,
@@ -95,28 +100,27 @@ class Prefill:
         progress: Progress | None = None,
         compete: bool = False,
         prefix: StoredPrefix | None = None,
-    ) -> Prefilled:
+    ) -> Pieces[Prefilled]:
         """Computes all of `ids` (at least one behind `prefix`) and commits the packs that the store does not have yet.
 
         What another worker is writing is left to it, unless `compete`; LeftAlone if that worker does not commit it."""
         behind = (prefix.tokens, prefix.parent) if prefix else ()
         wanted = reservations(ids, self._pack_tokens, *behind)
-        drafts = self._writer.reserve(session_id, wanted, compete)
+        drafts = yield from self._caller.call(
+            self._writer.reserve, session_id, wanted, compete, undo=self._writer.abort
+        )
         try:
             spans = [slice(r.first_token, r.first_token + r.tokens) for r in wanted]
-            prefilled = self._compute(ids, list(zip(drafts, spans, strict=True)), progress, prefix)
-            self._writer.flush()
-            prefilled.packs = self._writer.commit(session_id, drafts)
+            prefilled = yield from self._compute(ids, list(zip(drafts, spans, strict=True)), progress, prefix)
+            prefilled.packs = yield from self._writer.commit(session_id, drafts)
         except BaseException as error:
             self._writer.abort(drafts, error)
             raise
         return prefilled
 
-    @_torch_threads(THREADS)
-    @torch.inference_mode()
-    def compute_only(self, ids: Sequence[int]) -> torch.Tensor:
+    def compute_only(self, ids: Sequence[int]) -> Pieces[torch.Tensor]:
         """The same computation with nothing stored; returns the logits. The rival that a benchmark compares with."""
-        return self._compute(ids, [], None, None, keep_rest=False).logits
+        return (yield from self._compute(ids, [], None, None, keep_rest=False)).logits
 
     def _compute(
         self,
@@ -125,7 +129,7 @@ class Prefill:
         progress: Progress | None,
         prefix: StoredPrefix | None,
         keep_rest: bool = True,
-    ) -> Prefilled:
+    ) -> Pieces[Prefilled]:
         model = self._model
         stored = drafts[-1][1].stop if drafts else prefix.tokens if prefix else 0
         positions = torch.arange(len(ids))
@@ -135,13 +139,14 @@ class Prefill:
         for layer in range(model.config.layers):
             result.last_query.append(model.query(layer, before, positions[-1:])[0])
             before = x[-1:]
-            keys, values, queries, x = self._layer(layer, x, positions, progress, prefix)
+            keys, values, queries, x = yield from self._layer(layer, x, positions, progress, prefix)
             if keep_rest:
                 result.rest.append((keys[stored:].clone(), values[stored:].clone()))
             if drafts:
                 importance = self._importance(queries, keys)
+                yield None
                 for draft, span in drafts:
-                    self._writer.store(draft, layer, keys[span], values[span], importance[:, span])
+                    yield from self._writer.store(draft, layer, keys[span], values[span], importance[:, span])
         result.logits = model.logits(x[-1:])[0]
         return result
 
@@ -152,7 +157,7 @@ class Prefill:
         positions: torch.Tensor,
         progress: Progress | None,
         prefix: StoredPrefix | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> Pieces[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """One layer over the prompt's last len(x) tokens: K, V [T, H, d] of all, the last queries [n, Hq, d], and the
         next layer's x.
 
@@ -162,7 +167,7 @@ class Prefill:
         shape = (tokens, config.kv_heads, config.head_dim)
         keys, values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
         if prefix is not None:
-            keys[:before], values[:before] = prefix.read(layer)
+            keys[:before], values[:before] = yield from prefix.read(layer)
         last_layer = layer == config.layers - 1
         queries = torch.empty(0, config.q_heads, config.head_dim, dtype=x.dtype)
         out = x[-1:] if last_layer else torch.empty_like(x)
@@ -177,6 +182,7 @@ class Prefill:
                 out[offset : offset + len(chunk)] = self._model.finish(layer, chunk, attention)
             if progress is not None:
                 progress(layer * len(x) + end - before, config.layers * len(x))
+            yield None
         if last_layer:
             attention = causal_attention(queries[-1:], keys, values, tokens - 1, self._model.scale)
             out = self._model.finish(layer, x[-1:], attention)

@@ -1,8 +1,14 @@
-"""Sealing: the oldest 256 tokens of a session's tail become a durable pack, read from the window that holds them."""
+"""Sealing: the oldest 256 tokens of a session's tail become a durable pack, read from the window that holds them.
+
+It happens beside decode steps: a bounded piece between two of them, the store's answers awaited in another thread. The
+session goes on with the pack SEAL_STEPS steps after it was due, so that what a step selects from does not depend on how
+fast the store was, unless that takes longer.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,15 +16,20 @@ from numpy.typing import NDArray
 
 from decode_worker.engine.prefix import HASH_BLOCK_TOKENS, token_digest
 from decode_worker.engine.session import Session
-from decode_worker.failures import refused_for_now
-from decode_worker.pack_writer import PackWriter
-from decode_worker.packs import PackCatalogue
+from decode_worker.failures import is_lost
+from decode_worker.pack_writer import PackDraft, PackWriter
+from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.base import Policy
+from decode_worker.policy.settings import SEAL_TOKENS, STAGGER
 from decode_worker.records import RecordFormat
 from decode_worker.transport import Transport
+from decode_worker.work import Caller, Pieces, Work
 from kvstore_service.client import NO_PARENT, PackReservation, StoreError
 
 RETRY_S = 1.0
+SEAL_STEPS = 128
+STEP_SHARE = 0.25  # of a step's time, which the pieces of all sessions' seals may take together
+PIECES_S_MAX = 0.02
 
 
 class Sealer:
@@ -31,6 +42,7 @@ class Sealer:
         transport: Transport,
         writer: PackWriter,
         catalogue: PackCatalogue,
+        caller: Caller,
         *,
         computing: bytes,
         slot_bytes: int,
@@ -40,46 +52,104 @@ class Sealer:
         self._transport = transport
         self._writer = writer
         self._catalogue = catalogue
+        self._caller = caller
         self._computing = computing
         self._slot_bytes = slot_bytes
+        settings = policy.settings
+        # A tail of the least size is full STAGGER steps after its seal is due.
+        self._steps = min(SEAL_STEPS, settings.tail - settings.recent - SEAL_TOKENS - STAGGER)
+        self._publishing: list[Work[None]] = []
+        self._turn = 0
+        self._left_s = time.monotonic()
 
-    def seal_if_due(self, session: Session) -> None:
-        """Seals a tail that has grown long enough. A store without room for it is asked again before later steps, as
-        long as the tail has a place for the next token; then StoreError."""
-        if not self._policy.wants_seal(session.slot, session.position - 1):
-            return
-        room = self._policy.room(session.slot, session.position)
-        if room > 0 and time.monotonic() < session.seal_after_s:
-            return
+    def advance(self, sessions: Sequence[Session]) -> list[StoreError | None]:
+        """Between two steps: goes on with the seals of tails that have grown long enough. Returns each session's fault.
+
+        What the store refuses is tried again before later steps, as long as the tail has a place for the next token;
+        then it is a fault. A tail without a place waits for its seal. Raises when the store is lost."""
+        entered_s = time.monotonic()
+        until_s = entered_s + min(PIECES_S_MAX, STEP_SHARE * (entered_s - self._left_s))
+        self._turn += 1
+        faults: list[StoreError | None] = [None] * len(sessions)
+        for i in range(len(sessions)):
+            row = (self._turn + i) % len(sessions)
+            try:
+                self._advance(sessions[row], until_s if i else None)
+            except StoreError as error:
+                if is_lost(error):
+                    raise
+                faults[row] = error
+        self._publishing = [work for work in self._publishing if not work.advance()]
+        self._left_s = time.monotonic()
+        return faults
+
+    def give_up(self, session: Session, error: BaseException | None = None) -> None:
+        """Ends the seal under way, if there is one, and leaves nothing of it in the store."""
+        if session.sealing is not None:
+            session.sealing.give_up(error)
+            session.sealing = None
+
+    def _advance(self, session: Session, until_s: float | None) -> None:
+        """One session's piece, or more of them until `until_s`; None: at least one."""
+        full = self._policy.room(session.slot, session.position) <= 0
+        if session.sealing is None:
+            if not self._due(session) or (time.monotonic() < session.seal_after_s and not full):
+                return
+            session.sealing = Work(self._seal(session))
+        left_s = 0.0 if until_s is None else until_s - time.monotonic()
         try:
-            self._seal(session)
+            if full:
+                session.sealing.finish()
+            elif until_s is None or left_s > 0:
+                session.sealing.advance(left_s)
         except StoreError as error:
-            if not refused_for_now(error):
+            session.sealing = None
+            if is_lost(error):
                 raise
-            if room <= 0:
+            if full:
                 reason = f"the session's tail is full and the store does not take it: {error.message}"
                 raise StoreError(error.code, reason, error.retry_after_s, error.violations) from error
             session.seal_after_s = time.monotonic() + (error.retry_after_s or RETRY_S)
+        except BaseException:
+            session.sealing = None
+            raise
+        else:
+            self._take_over(session, session.sealing, full)
 
-    def _seal(self, session: Session) -> None:
+    def _due(self, session: Session, steps: int = 0) -> bool:
+        """Whether a seal was due `steps` steps ago."""
+        return self._policy.wants_seal(session.slot, session.position - 1 - steps)
+
+    def _take_over(self, session: Session, sealing: Work[IndexedPack], full: bool) -> None:
+        """N grows, once the pack is there and its time has come."""
+        if not sealing.ended or not (full or self._due(session, self._steps)):
+            return
+        session.sealing = None
+        session.packs.append(sealing.result)
+        self._policy.extend(session.slot, sealing.result)
+        self._publishing.append(Work(self._caller.call(self._catalogue.publish, [sealing.result])))
+
+    def _seal(self, session: Session) -> Pieces[IndexedPack]:
+        """The pack of the oldest tail tokens, once it is durable. Their places are not used again before N grows."""
         first = session.stored
         ids = session.tokens[first : first + HASH_BLOCK_TOKENS]
         parent = session.packs[-1].ref.pack_id if session.packs else NO_PARENT
         reservation = PackReservation(first, len(ids), token_digest(ids, self._computing), parent)
-        (draft,) = self._writer.reserve(session.session_id, [reservation], compete=True)
+        (draft,) = yield from self._caller.call(
+            self._writer.reserve, session.session_id, [reservation], True, undo=self._writer.abort
+        )
         try:
-            for layer in range(session.geometry.layers):
-                keys, values = self._tail(session, layer, np.arange(first, first + len(ids)))
-                self._writer.store(draft, layer, keys, values, torch.zeros(keys.shape[1], len(ids)))
-            self._writer.flush()
-            pack = self._writer.seal(session.session_id, draft)
+            yield from self._store(session, draft, np.arange(first, first + len(ids)))
+            return (yield from self._caller.call(self._writer.seal, session.session_id, draft))
         except BaseException as error:
             self._writer.abort([draft], error)
             raise
-        session.packs.append(pack)
-        self._policy.extend(session.slot, pack)
-        if draft.known is None:
-            self._catalogue.publish([pack])
+
+    def _store(self, session: Session, draft: PackDraft, tokens: NDArray[np.int64]) -> Pieces[None]:
+        for layer in range(session.geometry.layers):
+            keys, values = self._tail(session, layer, tokens)
+            yield from self._writer.store(draft, layer, keys, values, torch.zeros(keys.shape[1], len(tokens)))
+        yield from self._writer.flush([draft])
 
     def _tail(self, session: Session, layer: int, tokens: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [n, H, d] of tokens that no pack holds yet."""
@@ -87,8 +157,10 @@ class Sealer:
         records = []
         for head in range(self._records.kv_heads):
             resident = settings.resident[layer, head]
-            places = tokens if resident else geometry.first_tail[layer, head] + tokens % settings.tail
+            places = tokens if resident else int(geometry.first_tail[layer, head]) + tokens % settings.tail
             offset = session.slot * self._slot_bytes + int(geometry.offsets[layer, head])
-            lane = self._transport.window[offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes]
+            lane = self._transport.window.bytes[
+                offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes
+            ]
             records.append(lane.reshape(-1, geometry.record_bytes)[places])
         return self._records.unpack(np.stack(records, axis=1))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.packs import IndexedPack
 from decode_worker.window.geometry import WindowGeometry
+from decode_worker.work import Work
 
 
 @dataclass(eq=False)
@@ -22,7 +23,8 @@ class Session:
     tokens: list[int] = field(default_factory=list)
     packs: list[IndexedPack] = field(default_factory=list)
     epoch: int = 0
-    seal_after_s: float = 0.0  # monotonic: the store had no room for its tail before
+    sealing: Work[IndexedPack] | None = None  # of the oldest tail tokens
+    seal_after_s: float = 0.0  # monotonic: the store has refused its tail before
     geometry: WindowGeometry = field(init=False)
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from decode_worker.failures import INTERRUPTED_S
-from decode_worker.kernels.base import Kernels, Rows, StepContext
+from decode_worker.kernels.base import Kernels, Rows
 from decode_worker.kernels.products.base import Products
 from decode_worker.policy.base import Policy, TailFull
 from decode_worker.policy.counters import Counters
@@ -50,11 +50,10 @@ class DecodeLoop:
         policy: Policy,
         products: Products,
         transport: Transport,
-        make_kernels: Callable[[StepContext], Kernels],
-        context: StepContext,
+        kernels: Kernels,
     ) -> None:
-        self.kernels = make_kernels(context)
-        policy.tell(self.kernels)
+        self.kernels = kernels
+        policy.tell(kernels)
         self._policy = policy
         self._products = products
         self._transport = transport
@@ -101,12 +100,11 @@ class DecodeLoop:
         if fault is not None:
             raise fault
 
-    def remember(self, slot: int, first: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Writes the tokens from position `first` on to their places: per layer K, V [n, H, d]."""
-        for i in range(len(layers[0][0])):
-            self._begin([slot], [first + i])
-            for layer, (keys, values) in enumerate(layers):
-                self.kernels.append(layer, keys[i].float().contiguous(), values[i].float().contiguous())
+    def remember(self, slot: int, position: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Writes one token to its places: per layer K, V [1, H, d]."""
+        self._begin([slot], [position])
+        for layer, (key, value) in enumerate(layers):
+            self.kernels.append(layer, key.float().contiguous(), value.float().contiguous())
         (fault,) = self._faults([slot])
         if fault is not None:
             raise fault

@@ -26,10 +26,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer in the compute dtype; matrices are [in, out], so that x @ W projects.
+    """One decoder layer in the compute dtype; matrices are [out, in], as checkpoints have them.
 
-    ``qkv`` is [hidden, (q_heads + 2 * kv_heads) * head_dim] with the columns of q, k and v in this
-    order, ``gate_up`` is [hidden, 2 * ffn] with gate first; their parts are column slices.
+    ``qkv`` is [(q_heads + 2 * kv_heads) * head_dim, hidden] with the rows of q, k and v in this
+    order, ``gate_up`` is [2 * ffn, hidden] with gate first; their parts are row slices.
     """
 
     attention_norm: Tensor
@@ -48,7 +48,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights: embedding [vocab, hidden], final_norm [hidden], head [hidden, vocab]."""
+    """All weights: embedding and head [vocab, hidden], one tensor where they are tied; final_norm [hidden]."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -150,7 +150,7 @@ class Checkpoint:
                 embedding=embedding,
                 layers=tuple(layer(index) for index in range(config.layers)),
                 final_norm=read(["model.norm.weight"]),
-                head=embedding.t() if config.tie_embeddings else read(["lm_head.weight"]),
+                head=embedding if config.tie_embeddings else read(["lm_head.weight"]),
             )
 
 
@@ -289,11 +289,10 @@ def _open_files(files: dict[str, Path]) -> Iterator[dict[str, Any]]:
 
 
 def _copy(names: list[str], handles: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The named vectors end to end, or the named [out, in] matrices as one [in, sum(out)]."""
-    stored = [handles[name].get_tensor(name).t() for name in names]
-    columns = sum(part.shape[-1] for part in stored)
-    fused = torch.empty(*stored[0].shape[:-1], columns, dtype=dtype, device=device)
-    for target, part in zip(fused.split([p.shape[-1] for p in stored], -1), stored, strict=True):
+    """The named vectors end to end, or the named [out, in] matrices as one [sum(out), in]."""
+    stored = [handles[name].get_tensor(name) for name in names]
+    fused = torch.empty(sum(map(len, stored)), *stored[0].shape[1:], dtype=dtype, device=device)
+    for target, part in zip(fused.split([len(part) for part in stored]), stored, strict=True):
         target.copy_(part)
     return fused
 

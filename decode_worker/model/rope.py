@@ -18,8 +18,8 @@ _TABLE_BLOCK = 16384
 class RopeConfig:
     """How positions become angles. Fields that ``kind`` does not use keep their defaults.
 
-    ``attention_factor`` multiplies cos and sin (YaRN and LongRoPE), so attention itself keeps the
-    plain 1/sqrt(d).
+    ``attention_factor`` multiplies cos and sin (YaRN and LongRoPE),
+    so attention itself keeps the plain 1/sqrt(d).
     """
 
     kind: RopeKind

@@ -58,8 +58,8 @@ class Tokenizer:
 class TextStream:
     """Turns generated ids into text piece by piece; the pieces together are the whole text.
 
-    Each call decodes only the last few ids, and holds back a character whose bytes are not
-    complete yet.
+    Each call decodes only the last few ids,
+    and holds back a character whose bytes are not complete yet.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

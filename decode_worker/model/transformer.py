@@ -12,7 +12,7 @@ from decode_worker.model.config import ModelConfig
 
 
 class _QueryWeights(NamedTuple):
-    """The columns of LayerWeights.qkv that make the query, sliced once instead of per step."""
+    """The rows of LayerWeights.qkv that make the query, sliced once instead of per step."""
 
     weight: Tensor
     bias: Tensor | None
@@ -34,7 +34,7 @@ class Transformer:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.scale = config.head_dim**-0.5
-        self._weights = weights
+        self.weights = weights
         self._layers = weights.layers
         self._rotary = rope.RotaryTable(config.rope, declared_max, self.dtype, self.device)
         self._queries = [self._query_weights(layer) for layer in weights.layers]
@@ -56,7 +56,7 @@ class Transformer:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids int64 [T] -> x [T, hidden]."""
-        return self._weights.embedding.index_select(0, ids)
+        return self.weights.embedding.index_select(0, ids)
 
     def qkv(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden], positions int64 [T] -> q [T, q_heads, d], k and v [T, kv_heads, d].
@@ -65,9 +65,7 @@ class Transformer:
         buffers: each row is contiguous, rows are further apart.
         """
         config, weights = self.config, self._layers[layer]
-        rows = self._norm(x, weights.attention_norm) @ weights.qkv
-        if weights.qkv_bias is not None:
-            rows.add_(weights.qkv_bias)
+        rows = F.linear(self._norm(x, weights.attention_norm), weights.qkv, weights.qkv_bias)
         heads = rows.view(len(x), -1, config.head_dim)
         rotated, v = heads.split((config.q_heads + config.kv_heads, config.kv_heads), 1)
         norm = self._qk_norms[layer]
@@ -84,9 +82,7 @@ class Transformer:
         because a layer changes x little.
         """
         config, weights = self.config, self._queries[layer]
-        rows = self._norm(x, self._layers[layer].attention_norm) @ weights.weight
-        if weights.bias is not None:
-            rows.add_(weights.bias)
+        rows = F.linear(self._norm(x, self._layers[layer].attention_norm), weights.weight, weights.bias)
         q = rows.view(len(x), config.q_heads, config.head_dim)
         norm = self._qk_norms[layer]
         if norm is not None:
@@ -96,29 +92,21 @@ class Transformer:
     def finish(self, layer: int, x: Tensor, attention: Tensor) -> Tensor:
         """The rest of the layer: x [T, hidden], attention [T, q_heads, d] -> next x [T, hidden]."""
         weights = self._layers[layer]
-        x = (attention.reshape(len(x), -1) @ weights.output).add_(x)
-        if weights.output_bias is not None:
-            x.add_(weights.output_bias)
-        gate_up = self._norm(x, weights.mlp_norm) @ weights.gate_up
-        if weights.gate_up_bias is not None:
-            gate_up.add_(weights.gate_up_bias)
-        gate, up = gate_up.chunk(2, -1)
-        x = (F.silu(gate).mul_(up) @ weights.down).add_(x)
-        if weights.down_bias is not None:
-            x.add_(weights.down_bias)
-        return x
+        x = F.linear(attention.reshape(len(x), -1), weights.output, weights.output_bias).add_(x)
+        gate, up = F.linear(self._norm(x, weights.mlp_norm), weights.gate_up, weights.gate_up_bias).chunk(2, -1)
+        return F.linear(F.silu(gate).mul_(up), weights.down, weights.down_bias).add_(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, hidden] after the last layer -> logits float32 [T, vocab]."""
-        return (self._norm(x, self._weights.final_norm) @ self._weights.head).float()
+        return F.linear(self._norm(x, self.weights.final_norm), self.weights.head).float()
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, self.config.norm_eps)
 
     def _query_weights(self, layer: LayerWeights) -> _QueryWeights:
-        columns = self.config.q_heads * self.config.head_dim
-        bias = None if layer.qkv_bias is None else layer.qkv_bias[:columns]
-        return _QueryWeights(layer.qkv[:, :columns], bias)
+        rows = self.config.q_heads * self.config.head_dim
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[:rows]
+        return _QueryWeights(layer.qkv[:rows], bias)
 
     def _qk_norm_weights(self, layer: LayerWeights) -> Tensor | None:
         """The norm weight of every q and k head [q_heads + kv_heads, d]: one product does both."""

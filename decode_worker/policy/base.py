@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from decode_worker.kernels.state import HeadState
@@ -24,9 +25,9 @@ from decode_worker.retrieval.view import StoredPack, View
 from decode_worker.window.geometry import WindowGeometry
 
 if TYPE_CHECKING:
+    from decode_worker.calibration.profile import Profile
     from decode_worker.config import WorkerConfig
     from decode_worker.model.config import ModelConfig
-    from decode_worker.profile import Profile
     from decode_worker.records import RecordFormat
 
 SPARE_MARGIN = 1.25  # of what a head's misses have fetched on average
@@ -136,10 +137,10 @@ class Policy:
 
     def room(self, slot: int, position: int) -> int:
         """How many tokens from `position` on can be written before a tail is full; at most 0: none."""
-        offloaded = ~self.settings.resident
+        offloaded = torch.from_numpy(~self.settings.resident)
         if not offloaded.any():
             return self.settings.context - position
-        cover = int(self.state.current_cover(slot).numpy()[offloaded].min())
+        cover = int(self.state.current_cover(slot)[offloaded].min())
         return min(cover, self.view(slot).stored) + self.settings.tail - position
 
     def selects(self, layer: int) -> bool:
@@ -162,7 +163,7 @@ class Policy:
 
         A head that has less must give its old set up first; what it spares, another one can use."""
         chosen, missing = self.state.chosen.sum(1).numpy(), self.state.missing.sum(1).numpy()
-        offloaded = ~self.settings.resident
+        offloaded = np.logical_not(self.settings.resident)
         if not chosen[offloaded].any() or self.settings.attended is not None or self.settings.unit > 1:
             return None
         budgeted = self.settings.budgeted(stored)

@@ -14,8 +14,8 @@ from decode_worker.retrieval.index import PackIndex
 from decode_worker.retrieval.view import View
 
 if TYPE_CHECKING:
+    from decode_worker.calibration.profile import Profile
     from decode_worker.model.config import ModelConfig
-    from decode_worker.profile import Profile
 
 
 class Retriever(ABC):

@@ -13,8 +13,8 @@ from decode_worker.retrieval.base import RETRIEVERS, Retriever
 from decode_worker.retrieval.view import View
 
 if TYPE_CHECKING:
+    from decode_worker.calibration.profile import Profile
     from decode_worker.model.config import ModelConfig
-    from decode_worker.profile import Profile
 
 
 class ExactRetriever(Retriever):

@@ -1,1 +1,3 @@
-"""Device memory that the daemon fills: how it is laid out."""
+"""Device memory that the daemon fills: the kinds of it, and how it is laid out."""
+
+from decode_worker.window import shm as shm

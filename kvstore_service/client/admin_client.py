@@ -123,8 +123,8 @@ class AdminClient(Client):
                 call.cancel()  # of a caller that has left before the end
 
     def explain(self, subject: str = "") -> list[admin_pb.Finding]:
-        """Why a prompt (by its last digest), a pack or a session is found or not, and fast or slow; "": the latest
-        lookups. NOT_FOUND."""
+        """Why a prompt (by its last digest), a pack or a session is found or not, and fast or slow;
+        "": the latest lookups. NOT_FOUND."""
         return list(self._call(self._stub.Explain, admin_pb.ExplainRequest(subject=subject)).findings)
 
     def set_quota(self, tenant: str, nvme_bytes: int | None = None, dram_bytes: int | None = None) -> None:

@@ -101,8 +101,8 @@ class StoreClient(Client):
     ) -> WorkerMemory:
         """Allocates this worker's memory in the daemon; once per client. The caller closes the result.
 
-        wait_ms: how long this worker waits for one ticket (0: the daemon's default); the daemon fails a run before
-        that."""
+        wait_ms: how long this worker waits for one ticket (0: the daemon's default);
+        the daemon fails a run before that."""
         request = pb.RegisterWorkerRequest(
             name=name, slots=slots, window_bytes=window_bytes, staging_bytes=staging_bytes, wait_ms=wait_ms,
             rings=[wire.geometry_to(ring) for ring in rings],

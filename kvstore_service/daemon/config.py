@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from kvstore_service.daemon import logs
+from kvstore_service.daemon.native import WINDOW_KINDS
 from kvstore_service.shared import settings
 from kvstore_service.shared.settings import ConfigError, Key
 from kvstore_service.shared.types import HASH_BLOCK_TOKENS, format_size
@@ -115,8 +116,8 @@ def _copy_threads(value: Any) -> int:
 
 
 def _window(value: Any) -> str:
-    settings.choice("shm", "auto")(value)
-    return "shm"
+    kind = settings.choice(*WINDOW_KINDS, "auto")(value)
+    return WINDOW_KINDS[0] if kind == "auto" else kind
 
 
 def _address(value: Any) -> str:
@@ -220,7 +221,7 @@ KEYS = (
     Key("extent_blocks", lambda: 4, settings.count(1, 16), "4 KiB blocks that are cached together"),
     Key("copy_threads", lambda: "auto", _copy_threads, "copy threads; auto = cores - 1, from 1 to 4"),
     Key("io_depth", lambda: 64, settings.count(1, 4096), "reads in flight per copy thread"),
-    Key("window", lambda: "auto", _window, "where windows lie: shm, or auto (the best available)"),
+    Key("window", lambda: "auto", _window, f"where windows lie: {', '.join(WINDOW_KINDS)}, or auto (the best of them)"),
     Key("worker_bytes_max", lambda: "half", _worker_bytes, "most memory of a worker, or half (of all)", format_size),
     Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),

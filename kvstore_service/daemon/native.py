@@ -5,11 +5,20 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from kvstore_service import _native
-from kvstore_service._native import DataPlane, PackSpec, RingGeometry
+from kvstore_service._native import WINDOW_KINDS, DataPlane, PackSpec, RingGeometry
 from kvstore_service.shared import types
 from kvstore_service.shared.types import BUILD_BYTES, NO_PARENT, Layout, StoreError
 
-__all__ = ["DataPlane", "PackSpec", "RingGeometry", "errors", "file_bytes", "pack_spec", "ring_geometry"]
+__all__ = [
+    "WINDOW_KINDS",
+    "DataPlane",
+    "PackSpec",
+    "RingGeometry",
+    "errors",
+    "file_bytes",
+    "pack_spec",
+    "ring_geometry",
+]
 
 
 @contextmanager

@@ -65,7 +65,11 @@ class Daemon:
             catalog.freeze({"extent_blocks": config.extent_blocks})
             with native.errors():
                 self.data_plane = native.DataPlane(
-                    config.dram_bytes, config.io_depth, config.copy_threads, extent_blocks=config.extent_blocks
+                    config.dram_bytes,
+                    config.io_depth,
+                    config.copy_threads,
+                    extent_blocks=config.extent_blocks,
+                    window=config.window,
                 )
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)
@@ -167,8 +171,8 @@ class Daemon:
 
 
 def serve(make: Callable[[], Daemon]) -> int:
-    """Runs a daemon in the main thread until SIGTERM or SIGINT; the second one ends the draining. Returns the exit
-    status."""
+    """Runs a daemon in the main thread until SIGTERM or SIGINT; the second one ends the draining.
+    Returns the exit status."""
     ending = _ending()
 
     def signalled() -> bool:

@@ -265,8 +265,8 @@ def verify(client: AdminClient, output: Output, arguments: argparse.Namespace) -
 
 @contextlib.contextmanager
 def _progress(verb: str, output: Output) -> Iterator[Callable[[int, int, int], None]]:
-    """A bar on stderr, for people. Yields what is told how many are done, of how many, and the bytes that came with
-    it."""
+    """A bar on stderr, for people. Yields what is told how many are done, of how many,
+    and the bytes that came with it."""
     columns = (
         TextColumn(verb),
         BarColumn(),

@@ -54,8 +54,8 @@ def _dashed(word: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, keys: Iterable[Key], defaults: Mapping[str, Any] | None = None) -> None:
-    """`--config FILE` and a flag per key; --help shows what a key accepts and its default (`defaults` stand above the
-    keys' own)."""
+    """`--config FILE` and a flag per key; --help shows what a key accepts
+    and its default (`defaults` stand above the keys' own)."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of `key: value` lines")
     for key in keys:
         default = (defaults or {}).get(key.name, key.default() if key.default else None)

@@ -65,8 +65,8 @@ class Books:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Its frames hold less than the witness reads in a round, so that gathers wait for the disk; one thread serves all
-    workers."""
+    """Its frames hold less than the witness reads in a round, so that gathers wait for the disk;
+    one thread serves all workers."""
     options = (f"--nvme-bytes={NVME_BYTES}", "--copy-threads=1")
     with Daemon(tmp_path_factory.mktemp("kills"), "4MiB", options=options, faulty=True) as running:
         yield running

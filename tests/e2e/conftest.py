@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from numpy.typing import NDArray
 from oracle.qsac import Oracle
 
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
+from decode_worker.engine.sealing import SEAL_STEPS
 from decode_worker.engine.session import Session
+from kvstore_service.client import StoreError
 from tests.support.daemon_process import Daemon
 
 ROOT = Path(__file__).parents[2]
@@ -101,11 +104,16 @@ def joined(daemon: Daemon, checkpoint: Path, **settings: Any) -> Iterator[Engine
 
 
 def greedy(engine: Engine, session: Session, logits: torch.Tensor, count: int) -> list[int]:
-    """`count` tokens, the first of them from `logits` [vocab], each of them processed."""
+    """`count` tokens, the first of them from `logits` [vocab], each of them processed.
+
+    A seal is as fast as a step, whatever else the machine does: N grows when its time has come."""
     tokens = []
     for _ in range(count):
         tokens.append(int(logits.argmax()))
         logits = engine.step([session], tokens[-1:])[0]
+        if session.sealing is not None:
+            with suppress(StoreError):  # the next step meets it
+                session.sealing.finish()
     return tokens
 
 
@@ -169,8 +177,21 @@ class Expected:
     def tokens(self, prompt: list[int], count: int, **settings: Any) -> list[int]:
         case = repr((prompt, count, sorted(settings.items())))
         if case not in self._known:
-            self._known[case] = self.oracle(**settings).generate(prompt, count)
+            oracle = self.oracle(auto_seal=False, **settings)
+            self._known[case] = with_seals(oracle, oracle.prefill(prompt), count)
         return self._known[case]
+
+
+def with_seals(oracle: Oracle, logits: NDArray[np.float32], count: int) -> list[int]:
+    """`count` greedy tokens of an oracle that seals SEAL_STEPS steps after a seal is due."""
+    tokens: list[int] = []
+    for _ in range(count):
+        if tokens:
+            logits = oracle.step(tokens[-1])
+            if oracle.heads.seal_due(oracle.position - 1 - SEAL_STEPS):
+                oracle.seal()
+        tokens.append(int(np.argmax(logits)))
+    return tokens
 
 
 @pytest.fixture(scope="session")

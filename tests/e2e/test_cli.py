@@ -1,11 +1,14 @@
 """`headgate generate` as a user runs it: text on stdout, one line per error, an exit status."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.daemon_process import Daemon
 
 from .conftest import ROOT, random_ids
 
@@ -43,7 +46,26 @@ def test_generate_streams_text_and_leaves_nothing(tmp_path: Path, checkpoint: Pa
     assert len(generated) == 12
     assert all(word.startswith("w") and word[1:].isdigit() for word in generated)
     assert "12 tokens in" in done.stderr
+    assert "the first after" in done.stderr
+    assert "0 of 600 prompt tokens were in the store" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["prompt.txt"]
+
+
+@pytest.mark.timeout(90)
+def test_generate_says_in_json_what_it_took_and_reused(tmp_path: Path, checkpoint: Path) -> None:
+    words = " ".join(f"w{token}" for token in random_ids(1100, 96))
+    flags = ["--model", str(checkpoint), "--prompt-file", prompt_file(tmp_path, words.encode()), "--new-tokens", "6"]
+    with Daemon(tmp_path / "daemon", "16MiB") as daemon:
+        flags += ["--context", "2048", "--socket", daemon.socket, "--broker", daemon.broker, "--json"]
+        first, second = (json.loads(run(tmp_path, *flags).stdout) for _ in range(2))
+    assert (first["finish"], first["text"]) == ("length", second["text"])
+    assert len(first["text"].split()) == 6
+    for shown, reused in ((first, 0), (second, 1024)):
+        figures = {figure["name"]: figure["value"] for figure in shown["figures"]}
+        assert (figures["prompt_tokens"], figures["reused_tokens"], figures["generated_tokens"]) == (1100, reused, 6)
+        assert figures["time_to_first_token"] > 0
+        assert figures["decode"] > 0
+        assert 0 < figures["prefill_share"] < 1
 
 
 @pytest.mark.timeout(90)

@@ -354,7 +354,7 @@ def assert_window_is_stored(worker: Engine, session: Session, stored: NDArray[np
     for layer, head in np.argwhere(~worker.policy.settings.resident):
         records, places = state.held(layer, session.slot, head)
         first = session.slot * worker.slot_bytes + int(geometry.offsets[layer, head])
-        lane = worker.transport.window[first : first + int(geometry.places[layer, head]) * geometry.record_bytes]
+        lane = worker.transport.window.bytes[first : first + int(geometry.places[layer, head]) * geometry.record_bytes]
         held = lane.reshape(-1, geometry.record_bytes)[places]
         assert len(np.unique(places)) == len(places)
         np.testing.assert_array_equal(held, stored[layer, head, records])

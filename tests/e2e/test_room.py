@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from decode_worker.engine.engine import Engine
+from decode_worker.engine.sealing import SEAL_STEPS
 from kvstore_service.client import AdminClient, ReservedPack, StoreError, Violation
 from tests.support.daemon_process import Daemon
 
@@ -77,7 +78,7 @@ def test_an_index_without_room_costs_no_session_and_is_stored_later(daemon: Daem
 
     worker.client.put_sidecar = refuse  # type: ignore[method-assign]
     session, logits = worker.prefill(random_ids(PROMPT, 63))
-    greedy(worker, session, logits, FIRST_SEAL - PROMPT + 20)
+    greedy(worker, session, logits, FIRST_SEAL - PROMPT + SEAL_STEPS + 2)
     assert session.stored == 768, "the tail was sealed without its index"
     assert worker.catalogue.sidecars_refused >= 2
     worker.client.put_sidecar = put  # type: ignore[method-assign]

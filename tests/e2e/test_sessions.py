@@ -104,7 +104,7 @@ def test_other_settings_need_an_idle_worker(worker: Worker) -> None:
         worker.reconfigure(policy="full")
     stream.close()  # type: ignore[attr-defined]
     worker.reconfigure(policy="full")
-    assert len(list(worker.generate(Request(random_ids(300, 5), 12)))) == 12
+    assert len(list(worker.generate(Request(random_ids(300, 5), 12)))) == 12 + 1
 
 
 @pytest.mark.timeout(120)
@@ -134,7 +134,28 @@ def test_a_request_that_comes_while_settings_change_is_served_with_the_new_ones(
         time.sleep(0.2)  # it waits for the engine now
         go.set()
         changing.result(60)
-        assert asking.result(60) == 6
+        assert asking.result(60) == 6 + 1
+
+
+@pytest.mark.timeout(120)
+def test_who_asks_for_something_else_beside_a_generation_gets_a_turn(worker: Worker) -> None:
+    """A generation asks for the engine again as soon as it has given it back."""
+    endless = Request(random_ids(300, 1), 3500, key="endless")
+    document, question = random_ids(1024, 2), random_ids(3, 3)
+    with ThreadPoolExecutor(1) as pool:
+        stream = worker.generate(endless)
+        next(stream)
+        generating = pool.submit(lambda: sum(piece.token is not None for piece in stream))
+        assert worker.prefill_document(document).stored_tokens == 1024
+        dense = worker.answer(document, question, 3)
+        sparse = worker.answer(document, question, 3, decode_question=True)
+        with pytest.raises(ValueError, match="generating"):
+            worker.reconfigure(policy="full")
+        assert not generating.done()
+        worker.cancel("endless")
+        assert generating.result(60) < 3499
+    assert (dense.steps, sparse.steps) == (2, 5)
+    assert dense.tokens[0] == int(worker._engine.compute_only([*document, *question]).argmax())
 
 
 @pytest.mark.timeout(120)

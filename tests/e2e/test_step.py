@@ -1,6 +1,8 @@
 """What a decode step does and does not do: calls, hits, records, samples, limits."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,28 +22,26 @@ STEPS = 16
 
 
 @pytest.mark.timeout(60)
-def test_no_call_is_made_in_a_step_and_a_sealing_lies_between_steps(engine: EngineFactory) -> None:
+def test_no_step_makes_a_call_and_a_sealing_calls_from_another_thread(engine: EngineFactory) -> None:
     seed = 71
     print(f"seed {seed}")
     worker = engine(policy="none")
     session, logits = worker.prefill(random_ids(1024, seed))
-    calls_in_steps, loop_step = 0, worker.loop.step
+    callers, call = [], worker.client._call
 
-    def counted_step(*arguments: object) -> object:
-        nonlocal calls_in_steps
-        before = worker.client.rpc_count
-        answer = loop_step(*arguments)  # type: ignore[arg-type]
-        calls_in_steps += worker.client.rpc_count - before
-        return answer
+    def noted(*arguments: Any) -> Any:
+        callers.append(threading.get_ident())
+        return call(*arguments)
 
-    worker.loop.step = counted_step  # type: ignore[method-assign, assignment]
-    before, moved = worker.client.rpc_count, worker.policy.counters.records_moved
+    worker.client._call = noted  # type: ignore[method-assign]
+    moved = worker.policy.counters.records_moved
     greedy(worker, session, logits, 320)
     assert worker.policy.counters.records_moved > moved, "the steps missed"
-    assert worker.client.rpc_count == before, "nothing is due before position N + 256 + recent"
-    greedy(worker, session, logits, 2)
-    assert worker.client.rpc_count > before, "a sealing was due"
-    assert calls_in_steps == 0
+    assert not callers, "nothing is due before position N + 256 + recent"
+    greedy(worker, session, logits, 140)
+    assert session.stored == 1280
+    assert callers, "a sealing was due"
+    assert threading.get_ident() not in callers
 
 
 @pytest.mark.timeout(60)

@@ -1,7 +1,7 @@
 """Another user, for real: drops to the user id of its order, tries everything, prints how each attempt ended.
 
-Order (JSON on stdin): uid, gid, socket, broker, and `names`, the ids of somebody else's things; without these it sends
-garbage.
+Order (JSON on stdin): uid, gid, socket, broker, and `names`, the ids of somebody else's things;
+without these it sends garbage.
 """
 
 import contextlib

@@ -97,6 +97,8 @@ def test_a_wrong_value_names_itself_and_what_is_right(
         (["demo", "--context=1000"], ["1000", "multiple of 256"]),
         (["demo", "--questions=0"], ["--questions", "'0'"]),
         (["demo", "--context=1024", "--questions=5000"], ["--questions 5000", "1024", "fewer"]),
+        (["demo", "--long=1000"], ["--long", "'1000'", "multiples of 256", "none"]),
+        (["demo", "--long=8192,"], ["--long", "'8192,'"]),
         (["demo", "--no-rai"], ["--no-rai", "did you mean --no-ray?"]),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
@@ -104,6 +106,33 @@ def test_a_wrong_value_names_itself_and_what_is_right(
 def test_wrong_usage_says_what_is_missing(refusal: Refusal, arguments: list[str], words: list[str]) -> None:
     line = refusal(2, *arguments)
     assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["No such file"]),
+        (b" \n", ["empty"]),
+        (b"a text \xff\xfe", ["byte 7", "UTF-8"]),
+        (b"some\0bytes", ["byte 4", "NUL"]),
+        (b"word " * 300, ["300 tokens", "--context 2048", "longer text"]),
+        (b"word " * 1500, ["1500 tokens", "--context 2048", "or --context 1280"]),
+    ],
+    ids=["missing", "empty", "not UTF-8", "binary", "too short", "short"],
+)
+def test_a_document_that_cannot_be_used_says_why(
+    refusal: Refusal, tmp_path: Path, content: bytes | None, words: list[str]
+) -> None:
+    file = tmp_path / "document.txt"
+    if content is not None:
+        file.write_bytes(content)
+    line = refusal(1, "demo", "--context=2048", "--questions=5", f"--document={file}")
+    assert str(file) in line
+    assert all(word in line for word in words), line
+
+
+def test_a_directory_is_no_document(refusal: Refusal, tmp_path: Path) -> None:
+    assert "Is a directory" in refusal(1, "demo", "--context=2048", f"--document={tmp_path}")
 
 
 def test_settings_of_the_file_and_the_environment_are_named(

@@ -13,7 +13,7 @@ from kvstore_service.client import KindSpec, Layout, StoreClient, StoreError
 from .conftest import StartTerminal
 from .terminal import CTRL_C, headgate, kvstored, nothing_left, run
 
-DEMO = headgate("demo", "--context=1024", "--questions=100")
+DEMO = headgate("demo", "--long=none", "--context=1024", "--questions=100")
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
 END_S = 30.0  # 10 on an idle machine
 
@@ -24,10 +24,12 @@ def assert_quiet(text: str) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("shown", ["starting a private daemon", "prefill", "questions, qsac"])
+@pytest.mark.parametrize(
+    "shown", ["a generation behind 32,768 tokens", "starting a private daemon", "prefill", "questions, qsac"]
+)
 def test_ctrl_c_ends_a_demo(home: Path, terminal: StartTerminal, shown: str) -> None:
     with nothing_left(home):
-        demo = terminal([*DEMO, "--no-ray"])
+        demo = terminal([*DEMO, "--no-ray", *(["--long=32768"] if "generation" in shown else [])])
         demo.wait_for(shown)
         demo.press(CTRL_C)
         assert demo.end(END_S) == 130, demo.text

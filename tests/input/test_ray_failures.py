@@ -15,7 +15,7 @@ from decode_worker.actor import PORT_VARIABLE, local_ray
 from .conftest import StartTerminal
 from .terminal import alive, headgate, nothing_left
 
-DEMO = headgate("demo", "--context=1024", "--questions=100")
+DEMO = headgate("demo", "--long=none", "--context=1024", "--questions=100")
 
 
 def test_a_taken_port_is_said_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

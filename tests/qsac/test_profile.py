@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from decode_worker.profile import Profile, ProfileError
+from decode_worker.calibration.profile import Profile, ProfileError
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decode_worker.profile import Profile
+from decode_worker.calibration.profile import Profile
 from decode_worker.retrieval.base import RETRIEVERS, make_retriever, top_k
 from decode_worker.retrieval.exact import ExactRetriever
 from decode_worker.retrieval.hash import HashRetriever

@@ -85,6 +85,7 @@ class Rig:
     slots: int = 4
     owner: int = 1000
     wait_ms: int = WAIT_US // 1000
+    window_kind: str = "shm"
     beside: Rig | None = None  # another worker of that rig's data plane
     geometry: store_native.RingGeometry = field(
         default_factory=lambda: store_native.RingGeometry(tickets=8, runs_max=64, pairs_max=1 << 16)
@@ -100,7 +101,12 @@ class Rig:
             self.beside.plane
             if self.beside
             else self.native.DataPlane(
-                self.dram_bytes, self.io_depth, self.copy_threads, self.spin_us, self.extent_blocks
+                self.dram_bytes,
+                self.io_depth,
+                self.copy_threads,
+                self.spin_us,
+                self.extent_blocks,
+                self.window_kind,
             )
         )
         self.window_fd = memfd("window", self.window_bytes)

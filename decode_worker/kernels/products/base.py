@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -51,4 +52,5 @@ class Products(ABC):
         """Ends the last layer from `attention`; then `logits`."""
 
 
-PRODUCTS: Registry[type[Products]] = Registry("products")
+# model, batch, threads, weights
+PRODUCTS: Registry[Callable[[Transformer, int, int, str], Products]] = Registry("kernels")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from decode_worker.kernels.products.base import PRODUCTS, Products
+from decode_worker.kernels.products.int8 import rounded
 from decode_worker.model.transformer import Transformer
 
 
@@ -15,6 +16,8 @@ class ReferenceProducts(Products):
     def __init__(self, model: Transformer, batch: int, threads: int, weights: str) -> None:
         """`threads` is torch's own business here."""
         super().__init__(model, batch)
+        if weights == "int8":
+            model = Transformer(model.config, rounded(model.weights), model.declared_max)
         self._model = model
         self._x = torch.empty(0)
 

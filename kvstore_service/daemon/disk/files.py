@@ -32,8 +32,8 @@ log = logging.getLogger("kvstored.files")
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a look at one directory found: how many files went where, and the keys of rows whose file is not there,
-    sorted."""
+    """What a look at one directory found: how many files went where,
+    and the keys of rows whose file is not there, sorted."""
 
     removed: int
     quarantined: int

@@ -108,8 +108,8 @@ def bring_up(db: sqlite3.Connection, data_dir: Path) -> str:
 
 
 def _versions(db: sqlite3.Connection) -> tuple[int, int] | None:
-    """Of the catalogue and of packs; None for a catalogue without tables. One that does not say has packs of version
-    1."""
+    """Of the catalogue and of packs; None for a catalogue without tables.
+    One that does not say has packs of version 1."""
     if not db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]:
         return None
     held = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('version', 'pack_version')"))

@@ -2,8 +2,8 @@
 
 magic[8] | u32 key bytes | u64 content bytes | key | content | u32 CRC-32 of everything before
 
-The key stands in the file so that a lost catalogue can be rebuilt: a u32 length and the bytes of pack id, build, kind
-and parameters.
+The key stands in the file so that a lost catalogue can be rebuilt:
+a u32 length and the bytes of pack id, build, kind and parameters.
 """
 
 import hashlib

@@ -76,8 +76,8 @@ class Uses:
             return [Victim(pack_row(row), keep_s) for keep_s, *row in db.execute(query, values).fetchall()]
 
     def pin(self, pack_ids: Iterable[bytes], pinned: bool, until_s: float = FOREVER_S) -> None:
-        """All or none, until a time in seconds since the epoch; durable on return. NOT_FOUND if a pack to be pinned is
-        not stored."""
+        """All or none, until a time in seconds since the epoch; durable on return.
+        NOT_FOUND if a pack to be pinned is not stored."""
         with self._database.transaction() as db:
             for name in pack_ids:
                 if pinned and not exists(db, name):

@@ -108,8 +108,8 @@ class Verifier:
         return bad_blocks, "; ".join(filter(None, (damage, *dropped)))
 
     def check(self, directory: Path, row: PackRow) -> tuple[list[int], str]:
-        """(bad blocks, what else is wrong) of the pack's file in `directory`, in this thread. OSError if the disk
-        fails."""
+        """(bad blocks, what else is wrong) of the pack's file in `directory`, in this thread.
+        OSError if the disk fails."""
         crcs: list[NDArray[np.uint32]] = []
         zero: list[NDArray[np.bool_]] = []
         data_blocks = _checked_blocks(row.file_bytes) + 1

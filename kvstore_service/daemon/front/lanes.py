@@ -62,8 +62,8 @@ class Lane:
 
     @asynccontextmanager
     async def place(self, caller: Caller) -> AsyncIterator["Place"]:
-        """Counts a call in flight, from its metadata to its end; what it began in a thread counts until it has ended
-        there."""
+        """Counts a call in flight, from its metadata to its end;
+        what it began in a thread counts until it has ended there."""
         place = Place(self, caller)
         try:
             yield place

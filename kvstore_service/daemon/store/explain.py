@@ -33,8 +33,8 @@ class Explain:
         self._state = state
 
     def explain(self, subject: str) -> list[Finding]:
-        """A session's id, the beginning of a pack's id or of a prompt's digest in hex; "": the latest lookups.
-        NOT_FOUND."""
+        """A session's id, the beginning of a pack's id or of a prompt's digest in hex;
+        "": the latest lookups. NOT_FOUND."""
         if not subject:
             return [self._prompt(item) for item in self._state.lookups.latest()[:LOOKUPS_SHOWN]]
         for session in self._state.registry.all():

@@ -146,8 +146,8 @@ class Uploads:
                 )
 
     def sweep(self) -> int:
-        """Looks at every worker's progress and aborts the uploads of those that have made none for `ttl_s`. Returns
-        how many."""
+        """Looks at every worker's progress and aborts the uploads of those that have made none for `ttl_s`.
+        Returns how many."""
         with self._lock:
             by_worker: dict[Worker, list[Upload]] = {}
             for upload in self._uploads.values():

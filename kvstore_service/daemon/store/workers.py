@@ -46,8 +46,8 @@ class Workers:
         rings: Sequence[RingGeometry],
         wait_ms: int = 0,
     ) -> Registered:
-        """Creates the worker's memory; its rings are served after `serve_rings`. Completions can be written by nobody
-        else afterwards.
+        """Creates the worker's memory; its rings are served after `serve_rings`.
+        Completions can be written by nobody else afterwards.
 
         wait_ms: how long the worker waits for one ticket; 0 is the daemon's default."""
         with self._state.acting(worker, new=True):

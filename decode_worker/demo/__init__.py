@@ -1,0 +1,1 @@
+"""`headgate demo`: what the store is for, shown on this machine."""

@@ -1,0 +1,65 @@
+"""Packs with random K and V that an engine finds as its own prompt's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decode_worker import packing
+from decode_worker.engine.engine import Engine
+from decode_worker.engine.prefix import reservations
+from decode_worker.pack_writer import PackWriter
+from decode_worker.work import Caller, finish
+
+KEY_CLUSTERS = 32
+KEY_NOISE = 0.5
+
+
+def inject_packs(engine: Engine, ids: Sequence[int], seed: int) -> None:
+    """Stores random K and V as the packs of a prompt, with index sidecars, so that `engine.attach(ids)` finds them.
+
+    Keys lie around KEY_CLUSTERS centres per layer and head, so that selections have some locality, as real keys give.
+    Records are ordered by these centres: looking for the clusters anew would take minutes per million tokens.
+    """
+    caller = Caller()
+    writer = PackWriter(
+        engine.records, engine.retriever, engine.client, engine.transport, engine.catalogue, caller,
+        clustered=engine.config.order == "clustered",
+    )  # fmt: skip
+    layers, heads, d = engine.layout.layers, engine.records.kv_heads, engine.records.head_dim
+    generator = torch.Generator().manual_seed(seed)
+    session = engine.client.open_session(engine.layout, engine.config.context)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small products: a second thread costs more than it brings
+    try:
+        wanted = reservations(ids, engine.transport.pack_tokens)
+        drafts = writer.reserve(session, wanted)
+        values = torch.randn(engine.transport.pack_tokens, heads, d, generator=generator).to(engine.records.torch_dtype)
+        for layer in range(layers):
+            centres = torch.randn(KEY_CLUSTERS, heads, d, generator=generator)
+            for draft, item in zip(drafts, wanted, strict=True):
+                member = torch.randint(KEY_CLUSTERS, (item.tokens,), generator=generator)
+                keys = centres[member] + KEY_NOISE * torch.randn(item.tokens, heads, d, generator=generator)
+                keys = keys.to(engine.records.torch_dtype)
+                if draft.stored_order is None:
+                    draft.stored_order = np.empty((layers, heads, item.tokens), np.uint16)
+                draft.stored_order[layer] = _order(member, engine.config.order == "clustered", generator)
+                finish(writer.store(draft, layer, keys, values[: item.tokens], torch.empty(heads, 0)))
+        finish(writer.commit(session, drafts))
+    finally:
+        caller.close()
+        torch.set_num_threads(threads)
+        engine.client.close_session(session)
+
+
+def _order(member: torch.Tensor, clustered: bool, generator: torch.Generator) -> NDArray[np.uint16]:
+    """Record -> token, uint16[n]: what `packing.clustered_order` would look for, with random importances."""
+    tokens = len(member)
+    if not clustered:
+        return packing.token_order(1, tokens)[0]
+    hot = torch.zeros(tokens, dtype=torch.bool)
+    hot[torch.randperm(tokens, generator=generator)[: packing.hot_records(tokens)]] = True
+    return torch.where(hot, member, member + KEY_CLUSTERS).argsort(stable=True).numpy().astype(np.uint16)

@@ -1,0 +1,224 @@
+"""Prefills and seals go on in pieces beside others' steps: they change no bit, and given up they leave nothing."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode_worker.config import WorkerConfig
+from decode_worker.engine import prefill
+from decode_worker.engine.engine import Engine
+from decode_worker.engine.sealing import SEAL_STEPS
+from decode_worker.engine.session import Session
+from decode_worker.scheduler import Finish, Request
+from decode_worker.work import TICK_S, Work
+from decode_worker.worker import Worker
+from kvstore_service.client import AdminClient, StoreError
+from tests.support.daemon_process import Daemon
+
+from .conftest import EngineFactory, Expected, greedy, joined, random_ids, worker_settings
+
+CHUNK = 256
+PROMPT = 520
+SEAL_DUE = 512 + 256 + 64  # position: the prompt stores 512 tokens, recent is 64
+TAIL_FULL = 512 + 576
+SEALING = {"policy": "qsac", "eta": 0.5, "budget": 64, "order": "token", "context": 2048}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", CHUNK)
+
+
+def piece(work: Work[Any]) -> bool:
+    """One piece; waits first if it must. True behind the last one."""
+    while work.waiting:
+        work.wait(TICK_S)
+    return work.advance()
+
+
+def require_nothing_left(daemon: Daemon, engine: Engine) -> None:
+    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+        status = admin.get_status()
+    assert (status.sessions, status.counters["uploads_open"], status.counters["bound_slots"]) == (0, 0, 0)
+    assert engine.free_slots == engine.config.slots
+
+
+# --- prefill ---
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("policy", ["full", "qsac"])
+def test_prompts_in_turns_between_steps_are_computed_bit_by_bit_as_alone(
+    daemon: Daemon, checkpoint: Path, policy: str
+) -> None:
+    stored, running = random_ids(3 * CHUNK, 1), random_ids(300, 2)
+    prompts = [stored + random_ids(300, 3), random_ids(600, 4)]
+    with joined(daemon, checkpoint, policy=policy, slots=3, storage="bfloat16") as engine:
+        computed = [engine.compute_only(prompt) for prompt in prompts]
+        engine.close_session(engine.prefill(stored)[0])
+        session, logits = engine.prefill(running)
+        alone = greedy(engine, session, logits, 30)
+        engine.close_session(session)
+
+        session, logits = engine.prefill(running)
+        works, tokens = [engine.begin(prompt) for prompt in prompts], []
+        while not all([piece(work) for work in works]):
+            if len(tokens) < len(alone):
+                tokens.append(int(logits.argmax()))
+                logits = engine.step([session], tokens[-1:])[0]
+        assert tokens == alone, "a running session does not see them"
+        assert [work.result[0].reused for work in works] == [len(stored), 0]
+        for work, expected in zip(works, computed, strict=True):
+            assert torch.equal(work.result[1], expected)
+        together = [greedy(engine, *work.result, 8) for work in works]
+        for work in works:
+            engine.close_session(work.result[0])
+        assert together == [greedy(engine, *engine.prefill(prompt), 8) for prompt in prompts]
+
+
+@pytest.mark.timeout(120)
+def test_a_prefill_that_is_given_up_anywhere_leaves_nothing(daemon: Daemon, checkpoint: Path) -> None:
+    stored = random_ids(2 * CHUNK, 5)
+    with joined(daemon, checkpoint) as engine:
+        engine.close_session(engine.prefill(stored)[0])
+        after, ended = 0, False
+        while not ended:
+            work = engine.begin(stored + random_ids(CHUNK + 40, 100 + after))
+            ended = any(piece(work) for _ in range(after))
+            work.give_up()
+            if ended:
+                engine.close_session(work.result[0])
+            require_nothing_left(daemon, engine)
+            after += 1 + after // 2
+        assert after > 40, "it was given up at many places"
+
+
+@pytest.mark.timeout(120)
+def test_two_sessions_with_one_prompt_prefill_it_side_by_side(engine: EngineFactory, expected: Expected) -> None:
+    prompt = random_ids(1100, 6)
+    worker = engine(policy="none", slots=2)
+    works = [worker.begin(prompt) for _ in range(2)]
+    while not all([piece(work) for work in works]):
+        pass
+    wanted = expected.tokens(prompt, 6, policy="none", retriever="exact", budget=0.1)
+    assert [greedy(worker, *work.result, 6) for work in works] == [wanted] * 2
+
+
+# --- seals ---
+
+
+def held(worker: Engine, name: str) -> tuple[threading.Event, threading.Event]:
+    """(set when the call `name` is made, what it then waits for)."""
+    made, go = threading.Event(), threading.Event()
+    call: Callable[..., Any] = getattr(worker.client, name)
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        made.set()
+        assert go.wait(60)
+        return call(*arguments, **named)
+
+    setattr(worker.client, name, late)
+    return made, go
+
+
+def steps(worker: Engine, session: Session, token: int, count: int) -> int:
+    """Greedy steps that wait for no seal; returns the next token."""
+    for _ in range(count):
+        token = int(worker.step([session], [token])[0].argmax())
+    return token
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("call", ["reserve_pack", "seal_tail"])
+def test_steps_go_on_while_the_store_takes_its_time_and_a_full_tail_waits(
+    engine: EngineFactory, expected: Expected, call: str
+) -> None:
+    """Everything that is stored fits the budget: whenever N grows, the tokens are those of full attention."""
+    prompt = random_ids(PROMPT, 7)
+    worker = engine(**SEALING | {"policy": "none", "budget": 4000})
+    session, logits = worker.prefill(prompt, growth=1000)
+    wanted = expected.tokens(prompt, TAIL_FULL - PROMPT + 40, policy="full")
+    made, go = held(worker, call)
+    token = steps(worker, session, int(logits.argmax()), TAIL_FULL - PROMPT)
+    assert made.is_set()
+    assert (session.position, session.stored) == (TAIL_FULL, 512), "every place of the tail was used meanwhile"
+    assert [*session.tokens[PROMPT:], token] == wanted[: TAIL_FULL - PROMPT + 1]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(steps, worker, session, token, 39)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        go.set()
+        waiting.result(60)
+    assert session.stored >= 768
+    assert session.tokens[PROMPT:] == wanted[: len(session.tokens) - PROMPT]
+
+
+@pytest.mark.timeout(120)
+def test_n_grows_a_fixed_number_of_steps_after_a_seal_is_due(engine: EngineFactory) -> None:
+    worker = engine(**SEALING)
+    session, logits = worker.prefill(random_ids(PROMPT, 8))
+    greedy(worker, session, logits, SEAL_DUE + SEAL_STEPS + 1 - PROMPT)
+    assert (session.stored, session.sealing is not None and session.sealing.ended) == (512, True)
+    steps(worker, session, 1, 1)
+    assert session.stored == 768
+
+
+@pytest.mark.timeout(120)
+def test_a_session_that_is_closed_during_its_seal_leaves_nothing(daemon: Daemon, checkpoint: Path) -> None:
+    with joined(daemon, checkpoint, **SEALING) as worker:
+        for pieces in range(0, 12, 2):
+            session, logits = worker.prefill(random_ids(PROMPT, 20))
+            token = steps(worker, session, int(logits.argmax()), SEAL_DUE + 1 - PROMPT)
+            assert session.sealing is None
+            steps(worker, session, token + pieces, 1)
+            assert session.sealing is not None
+            for _ in range(pieces):
+                piece(session.sealing)
+            if pieces % 4:
+                worker.close_session(session)
+            else:
+                worker.give_up(session, StoreError("INTERNAL", "somebody gave up"))
+            require_nothing_left(daemon, worker)
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_is_closed_while_a_seal_is_under_way(daemon: Daemon, checkpoint: Path) -> None:
+    with joined(daemon, checkpoint, **SEALING) as worker:
+        session, logits = worker.prefill(random_ids(PROMPT, 9))
+        made, go = held(worker, "seal_tail")
+        steps(worker, session, int(logits.argmax()), SEAL_DUE + 20 - PROMPT)
+        while not made.is_set():
+            assert session.sealing is not None
+            session.sealing.advance()
+        go.set()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("store-calls")]
+
+
+@pytest.mark.timeout(120)
+def test_a_seal_that_fails_for_good_ends_its_own_generation_alone(daemon: Daemon, checkpoint: Path) -> None:
+    requests = [Request(random_ids(PROMPT, seed), TAIL_FULL - PROMPT + 20) for seed in (10, 11)]
+    with closing(Worker(WorkerConfig(**worker_settings(daemon, checkpoint, slots=2, **SEALING)))) as worker:
+        scheduler, client = worker._scheduler, worker._engine.client
+        made = [scheduler.submit(request) for request in requests]
+        while any(generation.session is None for generation in made):
+            scheduler.advance()
+        victim, reserve = made[0].session, client.reserve_pack
+        assert victim is not None
+
+        def refuse(session_id: str, *arguments: Any) -> Any:
+            if session_id == victim.session_id:
+                raise StoreError("INTERNAL", "this session's packs cannot be written")
+            return reserve(session_id, *arguments)
+
+        client.reserve_pack = refuse  # type: ignore[method-assign]
+        with pytest.raises(StoreError, match=r"the session's tail is full .* cannot be written"):
+            list(scheduler.stream(made[0]))
+        list(scheduler.stream(made[1]))
+        assert (made[1].finish, made[1].produced) == (Finish.LENGTH, requests[1].new_tokens)
+        assert worker._engine.free_slots == 2

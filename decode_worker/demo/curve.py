@@ -43,7 +43,7 @@ def print_curve(results: Sequence[Result]) -> None:
     table = Table(
         title="A long generation: random weights of shape B8, random K and V, all KV in DRAM, batch 1",
         title_justify="left",
-        caption="device: window, labels, index; hits: with first steps; `none` selects at every step (InfiniGen)",
+        caption="device: window, labels, index; hits: with first steps; `infinigen` selects at every step",
         caption_justify="left",
     )
     for column in (

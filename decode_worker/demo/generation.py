@@ -28,7 +28,7 @@ from kvstore_service.client import AdminClient
 from kvstore_service.client.private import PrivateDaemon
 from kvstore_service.shared.types import format_size
 
-# `none` selects anew at every head and step, as InfiniGen does.
+# `infinigen` selects anew at every head and step, as InfiniGen does.
 POLICIES = ("full", "infinigen", "qsac")
 FULL, ALWAYS_SELECTS = POLICIES[:2]
 ROUNDS = 4

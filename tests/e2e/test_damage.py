@@ -16,7 +16,7 @@ from .conftest import PACK_TOKENS, EngineFactory, Expected, attached_tokens, gre
 from .pack_files import PackFile, packs_by_id
 
 DOCUMENT, QUESTION, STEPS = 4 * PACK_TOKENS, 4, 8
-SETTINGS = {"policy": "none"}
+SETTINGS = {"policy": "infinigen"}
 
 
 @pytest.fixture
@@ -82,10 +82,10 @@ def test_a_session_of_another_retriever_indexes_what_it_finds(
     daemon: Daemon, engine: EngineFactory, ids: list[int]
 ) -> None:
     """As a prefill with that retriever would have: the same index, from the keys as they are stored."""
-    rebuilt = engine(policy="none", retriever="hash")
+    rebuilt = engine(policy="infinigen", retriever="hash")
     session, _ = rebuilt.attach(ids)
     assert session.stored == DOCUMENT
-    other = engine(policy="none", retriever="hash")
+    other = engine(policy="infinigen", retriever="hash")
     prefilled, _ = other.prefill(ids)
     for pack, fresh in zip(session.packs, prefilled.packs, strict=True):
         assert pack.index.data.tolist() == fresh.index.data.tolist()

@@ -1,5 +1,6 @@
 """The whole system, real daemon, ring and NVMe included, decodes token by token as the NumPy oracle does."""
 
+import numpy as np
 import pytest
 
 from decode_worker import _native
@@ -19,13 +20,14 @@ def engine_tokens(engine: Engine, prompt: list[int], steps: int = STEPS) -> list
     return tokens
 
 
-# The hash index scores records in the order in which ties go to the lower id, so its records lie in token order.
+# Records lie in clusters: which tokens a head attends to does not depend on it.
 CASES = {
     "full": {"policy": "full"},
-    "none-exact": {"policy": "none", "retriever": "exact"},
-    "qsac-exact": {"policy": "qsac", "retriever": "exact"},
-    "none-hash": {"policy": "none", "retriever": "hash"},
-    "qsac-hash": {"policy": "qsac", "retriever": "hash"},
+    **{
+        f"{policy}-{retriever}": {"policy": policy, "retriever": retriever}
+        for policy in ("infinigen", "litecache", "qsac")
+        for retriever in ("exact", "hash")
+    },
     "qsac-mixed": {"policy": "qsac", "retriever": "exact", "eta": 0.2},
     "qsac-all-hit": {"policy": "qsac", "retriever": "exact", "eta": -1.0},
 }
@@ -40,12 +42,31 @@ def test_tokens_equal_the_oracle(
     print(f"seed {seed}")
     prompt = random_ids(1400, seed)
     daemon.set_faults(**faults)
-    order = "token" if case.get("retriever") == "hash" else "clustered"
-    tokens = engine_tokens(engine(order=order, **case), prompt)
+    tokens = engine_tokens(engine(order="clustered", **case), prompt)
     assert tokens == expected.tokens(prompt, STEPS, budget=0.1, **case)
 
 
-@pytest.mark.parametrize("policy", ["none", "qsac"])
+@pytest.mark.parametrize("retriever", ["exact", "hash"])
+def test_units_of_records_equal_the_oracle(engine: EngineFactory, expected: Expected, retriever: str) -> None:
+    """Which tokens lie in a unit is decided by the order of records, so the oracle is told."""
+    prompt = random_ids(1400, 11)
+    worker = engine(policy="lru", retriever=retriever)
+    session, logits = worker.prefill(prompt)
+    maps = np.concatenate([pack.order.astype(np.int64) + pack.first_token for pack in session.packs], axis=2)
+    tokens = greedy(worker, session, logits, STEPS)
+    oracle = expected.oracle(policy="lru", retriever=retriever, budget=0.1)
+    assert tokens == oracle.greedy(oracle.prefill(prompt, maps), STEPS)
+    assert any((np.diff(maps[layer, head]) != 1).any() for layer, head in oracle.heads.offloaded)
+
+
+@pytest.mark.parametrize("policy", ["infinigen", "qsac"])
+def test_reference_kernels_equal_the_oracle(engine: EngineFactory, expected: Expected, policy: str) -> None:
+    prompt, settings = random_ids(1400, 11), {"policy": policy, "retriever": "hash", "eta": 0.2}
+    tokens = engine_tokens(engine(kernels="reference", **settings), prompt, 8)
+    assert tokens == expected.tokens(prompt, 8, budget=0.1, **settings)
+
+
+@pytest.mark.parametrize("policy", ["infinigen", "qsac"])
 def test_a_stopped_copy_engine_fails_every_equivalence(engine: EngineFactory, daemon: Daemon, policy: str) -> None:
     """The equivalences above measure the daemon: without its copies there is no answer."""
     worker = engine(policy=policy, wait_ms=300)
@@ -57,7 +78,7 @@ def test_a_stopped_copy_engine_fails_every_equivalence(engine: EngineFactory, da
 
 def test_permanent_misses_with_k_of_everything_equal_full_attention(engine: EngineFactory, expected: Expected) -> None:
     prompt = random_ids(1400, 11)
-    tokens = engine_tokens(engine(policy="none", budget=1.0), prompt)
+    tokens = engine_tokens(engine(policy="infinigen", budget=1.0), prompt)
     assert tokens == expected.tokens(prompt, STEPS, budget=0.1, policy="full")
 
 

@@ -65,7 +65,7 @@ def test_a_flipped_byte_ends_in_data_loss_and_never_in_an_answer(daemon: Daemon,
     seed = 51
     print(f"seed {seed}")
     ids = random_ids(DOCUMENT + QUESTION, seed)
-    settings = {"policy": "none", "slack": 1.0, "stale": stale}
+    settings = {"policy": "infinigen", "slack": 1.0, "stale": stale}
     with joined(daemon, checkpoint, **settings) as worker:
         worker.close_session(worker.prefill(ids[:DOCUMENT])[0])
         needed = blocks_of_steps(worker, daemon.data_dir, ids)
@@ -88,28 +88,42 @@ def test_a_flipped_byte_ends_in_data_loss_and_never_in_an_answer(daemon: Daemon,
 def blocks_of_steps(worker: Engine, data_dir: Path, ids: list[int]) -> list[set[tuple[Path, int]]]:
     """(file, block) that binding, and then each step over the question, fetches from."""
     packs = packs_by_id(data_dir)
-    rings = [RecordingRing(worker.transport.bulk), RecordingRing(worker.transport.decode)]
-    worker.transport.bulk, worker.transport.decode = rings
+    ring = RecordingRing(worker.transport.bulk)
+    worker.transport.bulk = ring
     session, rest = worker.attach(ids)
     files = [(ref.first_token, packs[ref.pack_id]) for ref in (pack.ref for pack in session.packs)]
 
-    def drain() -> set[tuple[Path, int]]:
-        blocks = set()
-        for layer, runs, pairs in (ticket for ring in rings for ticket in ring.posted):
-            for run in runs:
-                for record in pairs[run["first_pair"] : run["first_pair"] + run["pair_count"], 0]:
-                    first, file = max((item for item in files if item[0] <= record), key=lambda item: item[0])
-                    blocks.add((file.path, file.offset(layer, int(run["lane"]), int(record) - first) // BLOCK_BYTES))
-        for ring in rings:
-            ring.posted.clear()
-        return blocks
+    def block(layer: int, head: int, record: int) -> tuple[Path, int]:
+        first, file = max((item for item in files if item[0] <= record), key=lambda item: item[0])
+        return file.path, file.offset(layer, head, record - first) // BLOCK_BYTES
 
-    needed = [drain()]
+    bound = set()
+    for layer, runs, pairs in ring.posted:
+        for run in runs:
+            records = pairs[run["first_pair"] : run["first_pair"] + run["pair_count"], 0]
+            bound |= {block(layer, int(run["lane"]), int(record)) for record in records}
+    needed, before = [bound], held_records(worker, session)
     for token in rest:
         worker.step([session], [token])
-        needed.append(drain())
+        held = held_records(worker, session)
+        needed.append({block(*record) for record in held - before})
+        before = held
     worker.close_session(session)
     return needed
+
+
+def held_records(worker: Engine, session: Session) -> set[tuple[int, int, int]]:
+    """(layer, head, record) of every set in use."""
+    return {(layer, head, int(i)) for layer, head, records, _ in sets_of(worker, session) for i in records}
+
+
+def sets_of(worker: Engine, session: Session) -> Iterator[tuple[int, int, NDArray[np.int32], NDArray[np.int32]]]:
+    """Layer, head, records and their places of every set in use."""
+    state = worker.policy.state
+    for layer, head in np.argwhere(~worker.policy.settings.resident).tolist():
+        side = state.side(layer, session.slot, head)
+        count = int(state.held_count[side])
+        yield layer, head, state.held[side][:count].numpy(), state.held_places[side][:count].numpy()
 
 
 # --- the daemon dies ---
@@ -119,7 +133,7 @@ def blocks_of_steps(worker: Engine, data_dir: Path, ids: list[int]) -> list[set[
 def test_a_daemon_killed_in_a_step_costs_one_deadline_and_then_nothing(daemon: Daemon, engine: EngineFactory) -> None:
     seed, wait_ms = 52, 1000
     print(f"seed {seed}")
-    worker = engine(policy="none", wait_ms=wait_ms, slots=2)
+    worker = engine(policy="infinigen", wait_ms=wait_ms, slots=2)
     session, logits = worker.prefill(random_ids(900, seed))
     tokens = greedy(worker, session, logits, 4)
     daemon.set_faults(delay_us=300_000)
@@ -238,7 +252,7 @@ def test_a_worker_killed_in_decode_gives_everything_back_within_two_seconds(daem
         admin.get_status()
         before = daemon.open_descriptors()
         order = {
-            "config": worker_settings(daemon, checkpoint, policy="none"),
+            "config": worker_settings(daemon, checkpoint, policy="infinigen"),
             "prompt": random_ids(900, 55),
             "steps": 3000,
         }
@@ -271,7 +285,7 @@ def is_released(admin: AdminClient, daemon: Daemon, descriptors: int) -> bool:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("policy", ["none", "qsac"])
+@pytest.mark.parametrize("policy", ["infinigen", "qsac"])
 def test_failed_copies_leave_old_coherent_sets_and_never_other_bytes(
     daemon: Daemon, engine: EngineFactory, policy: str
 ) -> None:
@@ -300,7 +314,7 @@ def test_a_step_that_failed_can_be_repeated_and_then_answers_as_the_oracle(
     seed, steps = 57, 16
     print(f"seed {seed}")
     prompt = random_ids(1100, seed)
-    worker = engine(policy="none", stale=stale, slack=slack)
+    worker = engine(policy="infinigen", stale=stale, slack=slack)
     session, logits = worker.prefill(prompt)
     stored = stored_records(session, daemon.data_dir)
     tokens: list[int] = []
@@ -315,7 +329,7 @@ def test_a_step_that_failed_can_be_repeated_and_then_answers_as_the_oracle(
         logits = worker.step([session], [token])[0]
         assert_window_is_stored(worker, session, stored)
         tokens.append(token)
-    assert tokens == expected.tokens(prompt, steps, policy="none", retriever="exact", budget=0.1)
+    assert tokens == expected.tokens(prompt, steps, policy="infinigen", retriever="exact", budget=0.1)
 
 
 @pytest.mark.timeout(60)
@@ -324,7 +338,7 @@ def test_a_prefill_that_failed_leaves_its_engine_usable(
 ) -> None:
     """Failed stores, then a failed bind, more of them than the ring has tickets."""
     prompt = random_ids(1100, 57)
-    worker = engine(policy="none")
+    worker = engine(policy="infinigen")
     for _ in range(3):
         daemon.set_faults(fail_every=5)
         with pytest.raises(StoreError):
@@ -338,7 +352,7 @@ def test_a_prefill_that_failed_leaves_its_engine_usable(
             worker.attach(prompt)
     daemon.set_faults()
     session, logits = worker.prefill(prompt)
-    wanted = expected.tokens(prompt, 16, policy="none", retriever="exact", budget=0.1)
+    wanted = expected.tokens(prompt, 16, policy="infinigen", retriever="exact", budget=0.1)
     assert greedy(worker, session, logits, 16) == wanted
 
 
@@ -350,9 +364,8 @@ def stored_records(session: Session, data_dir: Path) -> NDArray[np.uint8]:
 
 def assert_window_is_stored(worker: Engine, session: Session, stored: NDArray[np.uint8]) -> None:
     """Every place of every committed set holds the bytes of its record."""
-    state, geometry = worker.policy._state, session.geometry
-    for layer, head in np.argwhere(~worker.policy.settings.resident):
-        records, places = state.held(layer, session.slot, head)
+    geometry = session.geometry
+    for layer, head, records, places in sets_of(worker, session):
         first = session.slot * worker.slot_bytes + int(geometry.offsets[layer, head])
         lane = worker.transport.window.bytes[first : first + int(geometry.places[layer, head]) * geometry.record_bytes]
         held = lane.reshape(-1, geometry.record_bytes)[places]

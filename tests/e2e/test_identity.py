@@ -56,7 +56,7 @@ def test_sealed_tails_are_found_by_sessions_of_the_same_settings_and_no_others(e
     exact = PROMPT // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
     again, _ = engine(**SPARSE).attach(conversation)
     assert again.stored == whole
-    for other in ({"budget": 48}, {"eta": 0.6}, {"query": "true"}, {"recent": 80}, {"policy": "none"}):
+    for other in ({"budget": 48}, {"eta": 0.6}, {"query": "true"}, {"recent": 80}, {"policy": "infinigen"}):
         session, _ = engine(**SPARSE | other).attach(conversation)
         assert session.stored == exact, other
 
@@ -81,7 +81,7 @@ def test_every_setting_that_a_selection_depends_on_is_in_the_identity(engine: En
     for change in (
         {"retriever": "hash"}, {"query": "true"}, {"budget": 0.2}, {"sink": 5}, {"recent": 65}, {"tail": 800},
         {"slack": 0.5}, {"eta": 0.4}, {"cos_floor": 0.1}, {"layer0": "offloaded"}, {"order": "token"},
-        {"stale": "fail"}, {"policy": "none"}, {"weights": "int8"},
+        {"stale": "fail"}, {"policy": "infinigen"}, {"weights": "int8"},
     ):  # fmt: skip
         other = engine(**SPARSE | change)
         digests.add(token_digest(ids, computing(other.config, other.policy)))

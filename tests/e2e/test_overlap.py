@@ -36,15 +36,15 @@ def test_copies_lie_between_start_and_end_of_the_layer_before(
     print(f"seed {SEED}")
     prompt = random_ids(PROMPT_TOKENS, SEED)
     daemon = start_daemon("64MiB")
-    with joined(daemon, wide, policy="none") as worker:
+    with joined(daemon, wide, policy="infinigen") as worker:
         session, logits = worker.prefill(prompt)
         daemon.set_faults(delay_us=delay_us)
         daemon.drain_trace()
         tokens = greedy(worker, session, logits, STEPS)
         layers = {(step, layer): (start, end) for step, layer, start, end in worker.loop.trace}
-        waited_ms = worker.loop.spent_ns["wait"] / 1e6 / STEPS
+        waited_ms = worker.loop.spent_ns["arrive"] / 1e6 / STEPS
     copies = decode_copies(daemon)
-    assert tokens == expected_wide.tokens(prompt, STEPS, policy="none", retriever="exact", budget=0.1)
+    assert tokens == expected_wide.tokens(prompt, STEPS, policy="infinigen", retriever="exact", budget=0.1)
     assert len(copies) == STEPS * 3, "one ticket for each offloaded layer and step"
     spans = [(layers[step, layer - 1], copy) for (step, layer), copy in copies.items()]
     assert all(before[0] <= copy[0] for before, copy in spans), "no ticket is seen before its layer begins"

@@ -102,11 +102,11 @@ def test_a_prefill_that_is_given_up_anywhere_leaves_nothing(daemon: Daemon, chec
 @pytest.mark.timeout(120)
 def test_two_sessions_with_one_prompt_prefill_it_side_by_side(engine: EngineFactory, expected: Expected) -> None:
     prompt = random_ids(1100, 6)
-    worker = engine(policy="none", slots=2)
+    worker = engine(policy="infinigen", slots=2)
     works = [worker.begin(prompt) for _ in range(2)]
     while not all([piece(work) for work in works]):
         pass
-    wanted = expected.tokens(prompt, 6, policy="none", retriever="exact", budget=0.1)
+    wanted = expected.tokens(prompt, 6, policy="infinigen", retriever="exact", budget=0.1)
     assert [greedy(worker, *work.result, 6) for work in works] == [wanted] * 2
 
 
@@ -141,7 +141,7 @@ def test_steps_go_on_while_the_store_takes_its_time_and_a_full_tail_waits(
 ) -> None:
     """Everything that is stored fits the budget: whenever N grows, the tokens are those of full attention."""
     prompt = random_ids(PROMPT, 7)
-    worker = engine(**SEALING | {"policy": "none", "budget": 4000})
+    worker = engine(**SEALING | {"policy": "infinigen", "budget": 4000})
     session, logits = worker.prefill(prompt, growth=1000)
     wanted = expected.tokens(prompt, TAIL_FULL - PROMPT + 40, policy="full")
     made, go = held(worker, call)

@@ -58,7 +58,7 @@ def test_a_seal_that_is_refused_waits_until_the_tail_is_full(engine: EngineFacto
 def test_a_session_that_waited_for_room_decodes_as_the_oracle(engine: EngineFactory, expected: Expected) -> None:
     """Everything that is stored fits the budget, and nothing is lost that waits in the tail: full attention."""
     prompt, steps = random_ids(PROMPT, 62), FIRST_SEAL - PROMPT + 60
-    settings = {**SETTINGS, "policy": "none", "budget": 4000}
+    settings = {**SETTINGS, "policy": "infinigen", "budget": 4000}
     worker = engine(**settings)
     session, logits = worker.prefill(prompt)
     with refusing(worker, FULL) as attempts:

@@ -25,7 +25,7 @@ STEPS = 16
 def test_no_step_makes_a_call_and_a_sealing_calls_from_another_thread(engine: EngineFactory) -> None:
     seed = 71
     print(f"seed {seed}")
-    worker = engine(policy="none")
+    worker = engine(policy="infinigen")
     session, logits = worker.prefill(random_ids(1024, seed))
     callers, call = [], worker.client._call
 
@@ -50,9 +50,10 @@ def test_no_step_makes_a_call_and_a_sealing_calls_from_another_thread(engine: En
     [
         ("hits", {"policy": "qsac", "eta": -1.0}),
         ("mixed", {"policy": "qsac", "eta": 0.0}),
-        ("misses", {"policy": "none"}),
+        ("misses", {"policy": "infinigen"}),
+        ("mixed", {"policy": "litecache", "eta": 0.0}),
     ],
-    ids=["all-hit", "mixed", "all-miss"],
+    ids=["all-hit", "mixed", "all-miss", "whole-sets"],
 )
 def test_hits_and_records_are_counted_per_step_as_the_oracle_counts_them(
     engine: EngineFactory, expected: Expected, kind: str, case: dict

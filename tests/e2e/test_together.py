@@ -17,7 +17,7 @@ from tests.support.daemon_process import Daemon
 from .conftest import PACK_TOKENS, EngineFactory, Expected, greedy, joined, random_ids
 
 WORKERS, DOCUMENT, STEPS = 4, 3 * PACK_TOKENS, 6
-SETTINGS = {"policy": "none", "wait_ms": 20_000}
+SETTINGS = {"policy": "infinigen", "wait_ms": 20_000}
 
 
 def commits(daemon: Daemon) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def test_one_prompt_in_many_workers_is_written_once(daemon: Daemon, checkpoint: 
             results = [future.result(60) for future in (first, *rest)]
     assert commits(daemon) == (DOCUMENT // PACK_TOKENS, DOCUMENT // PACK_TOKENS)
     assert all(refs == results[0][0] for refs, _ in results), "all hold the same builds"
-    wanted = expected.tokens(ids, STEPS, retriever="exact", budget=0.1, policy="none")
+    wanted = expected.tokens(ids, STEPS, retriever="exact", budget=0.1, policy="infinigen")
     assert [tokens for _, tokens in results] == [wanted] * WORKERS, "in the winner's order of records"
 
 
@@ -106,5 +106,5 @@ def test_what_the_first_writer_does_not_commit_is_written_by_one_that_waited(
             slow.close()
         session, logits = running.result(60)
     assert session.stored == DOCUMENT
-    wanted = expected.tokens(ids, STEPS, retriever="exact", budget=0.1, policy="none")
+    wanted = expected.tokens(ids, STEPS, retriever="exact", budget=0.1, policy="infinigen")
     assert greedy(patient, session, logits, STEPS) == wanted

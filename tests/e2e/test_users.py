@@ -28,7 +28,7 @@ def test_two_unprivileged_users_decode_as_the_oracle(checkpoint: Path, expected:
         model = shutil.copytree(checkpoint, directory / "model", copy_function=shutil.copyfile)
         model.chmod(0o755)
         with daemon_of_another_user(directory, python, WORKER_UID) as daemon:
-            order = {"config": worker_settings(daemon, model, policy="none"), "prompt": prompt, "steps": STEPS}
+            order = {"config": worker_settings(daemon, model, policy="infinigen"), "prompt": prompt, "steps": STEPS}
             with worker_process(order, python, **user(WORKER_UID)) as process:
                 tokens = read_tokens(process, STEPS)
             assert Path(f"/proc/{daemon.pid}").stat().st_uid == DAEMON_UID
@@ -51,4 +51,4 @@ def test_two_unprivileged_users_decode_as_the_oracle(checkpoint: Path, expected:
                 pytest.raises(StoreError, match="allow_uids"),
             ):
                 client.fork_session("any")
-    assert tokens == expected.tokens(prompt, STEPS, policy="none", retriever="exact", budget=0.1)
+    assert tokens == expected.tokens(prompt, STEPS, policy="infinigen", retriever="exact", budget=0.1)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .retriever import best, default_hash_weights, exact_scores, hash_scores
+from .retriever import best, best_units, default_hash_weights, exact_scores, hash_scores
 
 BLOCK_TOKENS = 256  # tokens that one sealing moves into a pack
+UNIT = 8  # records that policy lru selects together
 STAGGER = 16  # forced misses of neighbouring heads spread over so many steps
 
 
@@ -31,6 +32,7 @@ class Settings:
     policy: str = "qsac"
     retriever: str = "exact"
     budget: float = 0.1
+    slack: float = 0.125
     sink: int = 4
     recent: int = 64
     tail: int | None = None  # tail places per head; None: recent + 512
@@ -39,8 +41,8 @@ class Settings:
     cos_floor: float = 1e-3
 
     def __post_init__(self) -> None:
-        if self.policy not in ("full", "none", "qsac"):
-            raise ValueError(f"policy {self.policy!r}: use full, none or qsac")
+        if self.policy not in ("full", "infinigen", "litecache", "qsac", "lru"):
+            raise ValueError(f"policy {self.policy!r}: use full, infinigen, litecache, qsac or lru")
         if self.retriever not in ("exact", "hash"):
             raise ValueError(f"retriever {self.retriever!r}: use exact or hash")
         if not (self.budget >= 1 if isinstance(self.budget, int) else 0 < self.budget <= 1):
@@ -54,10 +56,18 @@ class Settings:
         return self.recent + 512 if self.tail is None else self.tail
 
     def places(self, stored: int) -> int:
-        """k for N = `stored` at bind."""
+        """Places of the budget for N = `stored` at bind."""
         whole = isinstance(self.budget, int)
         wanted = self.budget if whole else max(1, math.ceil(self.budget * stored))
         return int(min(wanted, max(1, stored - self.sink)))
+
+    def selected(self, stored: int) -> int:
+        """What a selection takes for N = `stored` at bind: k records, or under lru units of eight records."""
+        k = self.places(stored)
+        if self.policy != "lru":
+            return k
+        held = math.ceil((k + math.ceil(k * self.slack)) / UNIT)
+        return math.ceil(held / 2)
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class HeadTrace:
     similarity: float  # -inf without a label or with a zero norm
     tau: float
     records: np.ndarray  # the set, record ids, ascending
-    fetched: np.ndarray  # the part of it that was not in the set before, ascending
+    fetched: np.ndarray  # what travels, ascending; under lru at most that: what its cache has kept does not
     cover: int
     gap: float  # score gap at the edge of a selection; infinite on a hit
     query: np.ndarray  # the q~ that was looked up, [g, d]
@@ -162,7 +172,7 @@ class Heads:
         self.stored = 0
         self.maps = np.empty((self.shape.layers, self.shape.kv_heads, 0), np.int64)
         self._append_records(stored, maps)
-        self.places = self.settings.places(stored)
+        self.selected = self.settings.selected(stored)
         self.state = {key: Head(cover=self.limit(position)) for key in self.offloaded}
 
     def seed(self, layer: int, query: np.ndarray, keys: np.ndarray) -> None:
@@ -220,25 +230,32 @@ class Heads:
         sim = similarity(query, state.label, self.weights[key], settings.cos_floor)
         early = (layer * self.shape.kv_heads + head) % STAGGER
         forced = position - state.cover >= settings.tail_places - 1 - early
-        hit = sim > tau and not forced and settings.policy != "none"
+        hit = sim > tau and not forced and settings.policy in ("qsac", "litecache")
         before, gap = state.records, math.inf
         if not hit:
             gap = self._select(key, query, keys, self.limit(position))
         if position - state.cover >= settings.tail_places:
             raise RuntimeError(f"tail of head {key} is full at position {position}")
         fetched = np.setdiff1d(state.records, before)
+        if settings.policy == "litecache" and not hit:
+            fetched = state.records
         return HeadTrace(hit, forced, sim, tau, state.records, fetched, state.cover, gap, query)
 
     def _select(self, key: tuple[int, int], query: np.ndarray, keys: np.ndarray, limit: int) -> float:
         """Replace the set of a head by the best records below `limit`; returns the score gap."""
         tokens = self.maps[key]
         candidates = np.flatnonzero((tokens >= self.settings.sink) & (tokens < limit))
+        candidates = candidates[np.argsort(tokens[candidates])]
         chosen, gap = candidates, math.inf
-        if len(candidates) > self.places:
+        if len(candidates):
             scores = self._scores(key, query, keys[tokens[candidates], key[1]])
-            ranks, gap = best(scores, self.places)
-            chosen = candidates[ranks]
-        self.state[key].records = chosen
+            if self.settings.policy == "lru":
+                units, gap = best_units(scores, candidates // UNIT, self.selected)
+                chosen = candidates[np.isin(candidates // UNIT, units)]
+            else:
+                ranks, gap = best(scores, self.selected)
+                chosen = candidates[ranks]
+        self.state[key].records = np.sort(chosen)
         self.state[key].label = query.copy()
         self.state[key].cover = limit
         return gap
@@ -253,7 +270,8 @@ class Heads:
         below = max(0, cover - sink)
         assert min(sink, self.stored) <= cover <= min(self.stored, position + 1)
         assert ((chosen >= sink) & (chosen < cover)).all(), "a selected token is out of range"
-        assert len(chosen) == min(self.places, below), "a set is smaller than it could be"
+        if self.settings.policy != "lru":
+            assert len(chosen) == min(self.selected, below), "a set is smaller than it could be"
         assert len(np.unique(tokens)) == len(tokens), "a token is in two sets"
         if len(chosen) == below:
             assert np.array_equal(np.sort(tokens), np.arange(position + 1)), "a token is in none"

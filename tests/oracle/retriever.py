@@ -39,7 +39,7 @@ def hash_scores(query: np.ndarray, keys: np.ndarray, weights: np.ndarray, centre
 
 
 def best(scores: np.ndarray, count: int) -> tuple[np.ndarray, float]:
-    """Indices of the `count` highest scores, ascending; ties go to the lower index.
+    """Indices of the `count` highest scores, ascending; ties go to the lower index (scores come in order of tokens).
 
     The second result is the score gap between the last one chosen and the first one rejected
     (infinite if none is rejected): two implementations may differ where it is tiny.
@@ -47,3 +47,13 @@ def best(scores: np.ndarray, count: int) -> tuple[np.ndarray, float]:
     ranked = np.argsort(-scores, kind="stable")
     gap = np.inf if count >= len(scores) else scores[ranked[count - 1]] - scores[ranked[count]]
     return np.sort(ranked[:count]), float(gap)
+
+
+def best_units(scores: np.ndarray, units: np.ndarray, count: int) -> tuple[np.ndarray, float]:
+    """Ids of the `count` best units, ascending, and the score gap behind them; units [n] names each score's.
+
+    A unit is as good as its best score; ties go to the lower id.
+    """
+    ids = np.unique(units)
+    chosen, gap = best(np.array([scores[units == unit].max() for unit in ids]), count)
+    return ids[chosen], gap

@@ -12,7 +12,7 @@ from .heads import Profile, Settings, similarity, thresholds
 from .model import attention, round_to
 from .qsac import Oracle
 from .replay import Replay
-from .retriever import best, default_hash_weights, exact_scores, hash_scores
+from .retriever import best, best_units, default_hash_weights, exact_scores, hash_scores
 
 SEED = 20
 VOCABULARY = 96
@@ -202,11 +202,15 @@ def test_default_hash_weights_follow_the_documented_draw() -> None:
     np.testing.assert_array_equal(default_hash_weights(2, 3, 8), expected)
 
 
-def test_ties_go_to_the_lower_record() -> None:
+def test_ties_go_to_the_lower_index() -> None:
     chosen, gap = best(np.array([1.0, 3.0, 1.0, 1.0, 2.0]), 3)
     assert chosen.tolist() == [0, 1, 4]
     assert gap == 0
     assert best(np.array([1.0, 2.0]), 2)[1] == math.inf
+    units, gap = best_units(np.array([1.0, 3.0, 2.0, 3.0, 0.0]), np.array([7, 2, 7, 1, 0]), 2)
+    assert units.tolist() == [1, 2]
+    assert gap == 1
+    assert best_units(np.array([3.0, 3.0, 3.0]), np.array([5, 4, 4]), 1)[0].tolist() == [4]
 
 
 # Hand-written traces: 12 tokens, 10 of them stored, sink 1, recent 2, two places.
@@ -243,8 +247,8 @@ def test_trace_of_qsac() -> None:
     ]
 
 
-def test_trace_of_none() -> None:
-    assert listing("none") == [
+def test_trace_of_infinigen() -> None:
+    assert listing("infinigen") == [
         (False, [2, 3], [2, 3], 8),
         (False, [2, 3], [], 8),
         (False, [5, 6], [5, 6], 9),
@@ -253,8 +257,25 @@ def test_trace_of_none() -> None:
     ]
 
 
-def test_trace_of_qsac_with_a_tau_above_one_is_that_of_none() -> None:
-    assert listing("qsac", tau=1.01) == listing("none")
+def test_trace_of_litecache() -> None:
+    assert listing("litecache") == [
+        (hit, records, [] if hit else records, cover) for hit, records, _, cover in listing("qsac")
+    ]
+
+
+def test_trace_of_lru() -> None:
+    """20 tokens, 18 of them stored, their records in reverse: unit 0 holds tokens 17..10, unit 1 9..2, unit 2 1 and 0.
+    Sink 1, recent 2: tokens [1, 15) may be selected at position 17."""
+    keys = np.concatenate([at(10 * t) for t in range(20)]) / 20
+    settings = Settings(policy="lru", budget=2, sink=1, recent=2)
+    steps = Replay(keys, 18, 17, settings, maps=np.arange(17, -1, -1))
+    traces = [trace for (trace,) in steps.run([(17, at(61)), (17, at(121)), (17, at(11))])]
+    assert [trace.records.tolist() for trace in traces] == [list(range(8, 16)), list(range(3, 8)), [16]]
+    assert not any(trace.hit for trace in traces)
+
+
+def test_trace_of_qsac_with_a_tau_above_one_is_that_of_infinigen() -> None:
+    assert listing("qsac", tau=1.01) == listing("infinigen")
 
 
 def test_a_similarity_equal_to_tau_is_a_miss() -> None:
@@ -279,13 +300,23 @@ def test_a_prompt_seeds_the_first_set() -> None:
     assert (trace.records.tolist(), trace.cover) == ([4, 5], 8)
 
 
-def test_records_follow_the_map_and_ties_the_record_id() -> None:
+def test_records_follow_the_map_and_ties_the_token() -> None:
     tokens = np.array([9, 8, 7, 6, 5, 4, 3, 2, 1, 0])
     (trace,) = replay("qsac", maps=tokens).step(10, at(21))
     assert trace.records.tolist() == [6, 7]
     level = Replay(np.ones((12, 1, 2)), 10, 10, Settings(budget=2, sink=1, recent=2), maps=tokens)
     (trace,) = level.step(10, at(0))
-    assert trace.records.tolist() == [2, 3], "tokens 7 and 6: the lowest records below S = 8"
+    assert trace.records.tolist() == [7, 8], "tokens 2 and 1: the lowest that are no sink"
+
+
+def test_ties_are_settled_alike_under_every_map(rng: np.random.Generator) -> None:
+    keys = np.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]], np.float32)[rng.integers(0, 3, (40, 1))]
+    settings = Settings(budget=9, sink=2, recent=3)
+    chosen = set()
+    for maps in (np.arange(36), np.arange(35, -1, -1), rng.permutation(36)):
+        (trace,) = Replay(keys, 36, 38, settings, maps=maps).step(38, at(20))
+        chosen.add(tuple(sorted(maps[trace.records].tolist())))
+    assert len(chosen) == 1
 
 
 def test_trace_of_hash(rng: np.random.Generator) -> None:
@@ -341,7 +372,16 @@ def test_places(budget: float, stored: int, places: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"policy": "lru"}, {"retriever": "best"}, {"budget": 0}, {"budget": 64.0}, {"recent": -1}, {"margin": 1}]
+    ("budget", "slack", "stored", "units"),
+    [(0.1, 0.125, 1280, 9), (2, 0.125, 18, 1), (16, 0.5, 256, 2), (0.1, 0, 512, 4), (1, 0, 512, 1)],
+)
+def test_lru_attends_to_half_of_what_it_holds(budget: float, slack: float, stored: int, units: int) -> None:
+    """0.1 of 1280: 128 places, and 16 spare ones: 18 units, of which 9 are selected."""
+    assert Settings(policy="lru", budget=budget, slack=slack).selected(stored) == units
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"policy": "none"}, {"retriever": "best"}, {"budget": 0}, {"budget": 64.0}, {"recent": -1}, {"margin": 1}]
 )
 def test_wrong_settings_are_refused(wrong: dict) -> None:
     with pytest.raises((ValueError, TypeError)):
@@ -355,9 +395,9 @@ def test_tau_above_one_equals_plain_top_k(llama: Path, rng: np.random.Generator)
     ids = rng.integers(VOCABULARY, size=600)
     for retriever in ("exact", "hash"):
         qsac = Oracle(llama, policy="qsac", retriever=retriever, budget=32, tau=1.01)
-        none = Oracle(llama, policy="none", retriever=retriever, budget=32)
-        assert qsac.generate(ids, 12) == none.generate(ids, 12)
-        for one, other in zip(qsac.traces, none.traces, strict=True):
+        always = Oracle(llama, policy="infinigen", retriever=retriever, budget=32)
+        assert qsac.generate(ids, 12) == always.generate(ids, 12)
+        for one, other in zip(qsac.traces, always.traces, strict=True):
             np.testing.assert_array_equal(one.logits, other.logits)
             for key, head in one.heads.items():
                 assert not head.hit
@@ -366,7 +406,7 @@ def test_tau_above_one_equals_plain_top_k(llama: Path, rng: np.random.Generator)
 
 def test_plain_top_k_is_the_top_k_of_the_stored_tokens(llama: Path, rng: np.random.Generator) -> None:
     """Every step's set, recomputed from the traced q~ by a full sort of the summed attention."""
-    oracle = Oracle(llama, policy="none", budget=32, resident=())
+    oracle = Oracle(llama, policy="infinigen", budget=32, resident=())
     oracle.generate(rng.integers(VOCABULARY, size=600), 6)
     for step in oracle.traces:
         limit = min(512, step.position - 64)
@@ -381,7 +421,7 @@ def test_plain_top_k_is_the_top_k_of_the_stored_tokens(llama: Path, rng: np.rand
 def test_all_places_and_permanent_misses_equal_full_attention(llama: Path, rng: np.random.Generator) -> None:
     ids = rng.integers(VOCABULARY, size=600)
     full = Oracle(llama, policy="full")
-    sparse = Oracle(llama, policy="none", budget=1.0, resident=())
+    sparse = Oracle(llama, policy="infinigen", budget=1.0, resident=())
     expected, logits = full.prefill(ids), sparse.prefill(ids)
     for token in ids[:16]:
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)

@@ -2,6 +2,7 @@
 calling them."""
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .conftest import KV_HEADS, LAYERS, EngineFactory, random_ids
 
 STEPS = 160
 PROMPT = 760  # a seal begins at position 784 and is taken over at 896; heads that hit are forced to miss behind 905
+STEP_S = 0.01  # at least, so that the seal never takes longer than the steps until it is taken over
 SETTINGS = {"retriever": "hash", "recent": 16, "tail": 400, "slots": 2}
 
 
@@ -119,6 +121,7 @@ def test_a_replay_without_the_steps_python_gives_the_same_bits(engine: EngineFac
             worker.loop._run = replay  # type: ignore[method-assign]
         for _ in range(STEPS):
             seen.append(worker.step([session], [int(seen[-1].argmax())])[0])
+            time.sleep(STEP_S)
         counters = worker.policy.counters
         assert counters.forced > 0
         assert 0 < counters.hits < counters.lookups

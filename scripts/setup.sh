@@ -60,7 +60,9 @@ python_packages() {
 
 native_build() {
   local want
-  want=$({ find csrc proto CMakeLists.txt pyproject.toml -type f ! -name '*.md' ! -name '*.pml' -print0 | sort -z | xargs -0 sha256sum; } | sha256sum)
+  # An editable install knows modules by name: one that moved needs a new one.
+  want=$({ find csrc proto CMakeLists.txt pyproject.toml -type f ! -name '*.md' ! -name '*.pml' -print0 | sort -z | xargs -0 sha256sum
+    find decode_worker kvstore_service -name '*.py' ! -path '*/_proto/*' | sort; } | sha256sum)
   [ "$(cat "$venv/.native" 2>/dev/null)" = "$want" ] && return
   say "building the native core"
   PATH="$PWD/$venv/bin:$PATH" pip install --no-build-isolation --no-deps -e .

@@ -20,7 +20,7 @@ BLOBS = ("models/retriever/model.safetensors",)
 BINARY = ("csrc/fuzz/corpus/", *BLOBS, "proto/baseline.binpb")
 TABBED = ("Makefile", ".pml")
 COLUMNS = 120
-MEASURED = (".py", ".pyi", ".h", ".cc", ".c", ".proto")
+MEASURED = (".py", ".pyi", ".h", ".inc", ".cc", ".c", ".proto")
 # A comment that goes on in the next line fills its own at least so far.
 RAGGED_COLUMNS = 70
 # Found by their names, by tools or by pytest.
@@ -138,7 +138,7 @@ def dead_names(tree: Tree) -> Iterator[str]:
         if PurePosixPath(name).parts[0] in PACKAGES:
             dead = (each for each in _definitions(nodes, classes) if not used[each.name])
             yield from (f"{name}:{each.line}: nothing refers to {each.name}" for each in dead)
-    sources = {name: CPP_COMMENT.sub("", text) for name, text in tree.named(".h", ".cc")}
+    sources = {name: CPP_COMMENT.sub("", text) for name, text in tree.named(".h", ".inc", ".cc")}
     seen = Counter(word for text in sources.values() for word in IDENTIFIER.findall(text))
     for name, text in sources.items():
         for groups in CPP_DEFINED.findall(text):

@@ -171,7 +171,7 @@ def test_what_lies_outside_is_refused(load):
         products.embed(2)
     with pytest.raises(ValueError, match="3 rows"):
         products.embed(3) if name == "cpu" else PRODUCTS["cpu"](model, 2, 1, "compute").embed(3)
-    with pytest.raises(KeyError, match="products='gpu': known are cpu, reference"):
+    with pytest.raises(KeyError, match="kernels='gpu': known are cpu, reference"):
         PRODUCTS["gpu"]
 
 

@@ -71,6 +71,7 @@ def test_hits_and_records_are_counted_per_step_as_the_oracle_counts_them(
     for number, (token, trace) in enumerate(zip(tokens, oracle.traces, strict=False)):
         hits, moved = counters.hits, counters.records_moved
         worker.step([session], [token])
+        counters = worker.policy.counters
         assert counters.steps == number + 1
         assert counters.records_moved - moved == sum(len(head.fetched) for head in trace.heads.values())
         # The first step is in no ratio: its labels come from the prompt.

@@ -2,7 +2,8 @@
 
 Seconds until the logits of its last token are there and the session can step: shared chunks are read from the store,
 the rest is computed behind them. The rival, in the same run, computes all of it and stores nothing. Random tokens, as
-many prompts as repeats; the DRAM tier holds a quarter of one prompt's KV, so most of it comes from the disk."""
+many prompts as repeats; the DRAM tier holds a quarter of one prompt's KV, so most of it comes from the disk.
+"""
 
 from __future__ import annotations
 

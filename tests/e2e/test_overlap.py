@@ -12,15 +12,15 @@ from .conftest import DaemonFactory, Expected, greedy, joined, random_checkpoint
 
 STEPS = 16
 PROMPT_TOKENS, SEED = 700, 81
-DELAY_US = 700
+DELAY_US = 300
 
 Span = tuple[int, int]
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers of some milliseconds: the FFN reads 25 MB of weights for every token."""
-    return random_checkpoint(tmp_path_factory.mktemp("wide"), seed=8, hidden_size=256, intermediate_size=8192)
+    """Layers of some milliseconds: the FFN reads 50 MB of weights for every token."""
+    return random_checkpoint(tmp_path_factory.mktemp("wide"), seed=8, hidden_size=256, intermediate_size=16384)
 
 
 @pytest.fixture(scope="module")

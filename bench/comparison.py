@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.decoder import HITS, WARM_STEPS, Document, Sample
+from bench.decoder import HITS, WARM_STEPS, Decoder, Document, Sample
 from bench.rivals import RIVALS, NotRun, Problem
 from decode_worker.figures import Figure
 
@@ -18,6 +18,7 @@ OURS = "qsac"
 USUAL = "hit75"  # of figures that have one value for all hits
 STREAM = "stream"
 HIT_UNIT = "hits / lookups"
+PYTHON_STEPS = 10
 PRODUCTS = "products"  # the phase of a step that is neither attention nor selection
 
 Run = Callable[[int], Sample]  # a number of steps -> means over them
@@ -57,7 +58,7 @@ class Comparison:
     stream_bytes: int
     runs: dict[str, Run] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # rival -> why it was not run
-    device_bytes: dict[str, int] = field(default_factory=dict)
+    decoders: dict[str, Decoder] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for hits in HITS:
@@ -72,8 +73,8 @@ class Comparison:
         self.runs[STREAM] = stream_run(self.stream_bytes)
 
     def _add_decoder(self, name: str, policy: str, hits: str) -> None:
-        decoder = self.document.decoder(policy, hits)
-        self.runs[name], self.device_bytes[name] = decoder.run, decoder.device_bytes
+        self.decoders[name] = decoder = self.document.decoder(policy, hits)
+        self.runs[name] = decoder.run
 
     def _rival(self, rival: str) -> Run:
         document = self.document
@@ -121,8 +122,8 @@ class Comparison:
         for name in self.runs:
             if name != STREAM:
                 yield Figure.of_runs(f"step_ms{kind}.{at}.{name}", column(samples[name], "step"), "ms")
-        for name, size in self.device_bytes.items():
-            yield Figure(f"device_bytes{kind}.{at}.{name}", size, "B")
+        for name, decoder in self.decoders.items():
+            yield Figure(f"device_bytes{kind}.{at}.{name}", decoder.device_bytes, "B")
         for hits in HITS:
             yield Figure.of_runs(f"hit_ratio{kind}.{at}.{hits}", column(samples[hits], "hit_ratio"), HIT_UNIT)
             yield Figure.of_runs(f"moved{kind}.{at}.{hits}", column(samples[hits], "moved"), "records/step")
@@ -136,12 +137,8 @@ class Comparison:
         elsewhere = [phase for phase in phases(steps[0]) if phase != f"phase.{PRODUCTS}"]
         outside = [sample["step"] - sum(sample[phase] for phase in elsewhere) for sample in steps]
         yield Figure.of_runs(f"outside_ms{kind}.{at}", outside, "ms")
-        python = f"python_ms{kind}.{at}"
-        if f"phase.{PRODUCTS}" in steps[0]:
-            rest = [sample["step"] - sum(sample[phase] for phase in phases(sample)) for sample in steps]
-            yield Figure.of_runs(python, rest, "ms")
-        else:
-            yield Figure.not_run(python, "the engine does not time its products")
+        python = [self.decoders[USUAL].python_ms(PYTHON_STEPS) for _ in steps]
+        yield Figure.of_runs(f"python_ms{kind}.{at}", python, "ms")
         read = [self.document.kv_bytes / (sample["phase.attend"] / 1000) / 1e9 for sample in samples["full"]]
         rate = column(samples[STREAM], "gb_per_s")
         share = [a / b for a, b in zip(read, rate, strict=True)]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -130,21 +131,38 @@ class Decoder:
 
     def run(self, steps: int) -> Sample:
         """Means over the steps: ms of the step, ms of each phase that the engine times, and what was moved."""
-        policy, spent = self.engine.policy.counters, self.engine.loop.spent_ns
-        phases, read_bytes = dict(spent), counters(self.daemon)["nvme_read_bytes"]
-        moved, hits, lookups = policy.records_moved, policy.hits, policy.lookups
+        loop, read_bytes = self.engine.loop, counters(self.daemon)["nvme_read_bytes"]
+        before, phases = self.engine.policy.counters, dict(loop.spent_ns)
         tokens = [self.random_ids(self.count) for _ in range(steps)]
         started = time.perf_counter_ns()
         for step in tokens:
             self.engine.step(self._sessions, step)
         step_ns = time.perf_counter_ns() - started
+        after = self.engine.policy.counters
         return {
             "step": step_ns / steps / 1e6,
-            **{f"phase.{phase}": (spent[phase] - phases.get(phase, 0)) / steps / 1e6 for phase in spent},
-            "hit_ratio": (policy.hits - hits) / max(1, policy.lookups - lookups),
-            "moved": (policy.records_moved - moved) / steps,
+            **{f"phase.{phase}": (ns - phases.get(phase, 0)) / steps / 1e6 for phase, ns in loop.spent_ns.items()},
+            "hit_ratio": (after.hits - before.hits) / max(1, after.lookups - before.lookups),
+            "moved": (after.records_moved - before.records_moved) / steps,
             "nvme_read": (counters(self.daemon)["nvme_read_bytes"] - read_bytes) / steps,
         }
+
+    def python_ms(self, steps: int) -> float:
+        """What a step takes whose native calls return at once: all that Python does. Decodes nothing sensible, and no
+        step behind it does."""
+        loop = self.engine.loop
+        with patch.object(loop.kernels, "_step", _Nothing()), patch.object(loop._products, "_native", _Nothing()):
+            return self.run(steps)["step"]
+
+
+class _Nothing:
+    """In the place of a native object."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _return_at_once
+
+
+def _return_at_once(*_: object) -> None: ...
 
 
 def kv_token_bytes(shape: Shape) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from bench.store import scratch
 from decode_worker.config import WorkerConfig
-from decode_worker.demo import DEFAULT_MODEL
+from decode_worker.demo.run import DEFAULT_MODEL
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.session import Session
 from decode_worker.figures import Figure, print_json, print_table

@@ -150,6 +150,7 @@ def test_decode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
         assert value[f"moved{kind}.{at}.hit"] == 0
         assert 0 < value[f"moved{kind}.{at}.hit75"] < value[f"moved{kind}.{at}.miss"]
         assert value[f"nvme_read{kind}.{at}"] == 0
+        assert value[f"python_ms{kind}.{at}"] > 0
     assert {
         "growth_2k_vs_1k", "growth_2k_vs_1k.miss", "tokens_per_s.1k.batch1", "tokens_per_s.1k.batch3",
         "prefill_vs_transformers.q05.1k", "step_ms.3k",

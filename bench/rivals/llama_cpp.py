@@ -173,7 +173,7 @@ def write_gguf(checkpoint: Path, file: Path) -> None:
     writer.add_key_length(d)
     writer.add_value_length(d)
     writer.add_rope_dimension_count(d)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")

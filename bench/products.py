@@ -1,12 +1,12 @@
 """What does a decode step cost outside attention and selection, and what does int8 cost in accuracy?
 
-Milliseconds per step, by shape and number of rows. Random weights of shape B8 (docs/performance.md) and Q05 (24 layers,
-hidden 896, FFN 4864, 14 q / 2 kv heads, d = 64, vocabulary 4,096, QKV bias); every step makes the speculative queries
-too. In the same run: our layers in torch, and the limit, which is the weights' bytes over the rate at which as many
-threads read memory (torch.sum). `kept`: memory that the products hold beside the model's own weights.
+Milliseconds per step, by shape and number of rows: random weights of the shapes B8 and Q05 (docs/performance.md); every
+step makes the speculative queries too. In the same run: our layers in torch, and the limit, which is the weights' bytes
+over the rate at which as many threads read memory (torch.sum). `kept`: memory of the products beside the model's.
 
 `difference` (the largest, of a logit) and `top1` (agreement) compare with float32 over a whole sequence: int8 weights,
 and in the same run bfloat16 weights and activations; with random weights, and with models/retriever on our own docs.
+`std` is the deviation of a logit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -27,18 +28,12 @@ from decode_worker.kernels.products import PRODUCTS, Products
 from decode_worker.kernels.products.base import WEIGHTS
 from decode_worker.kernels.products.int8 import MATRICES, rounded
 from decode_worker.model.attention import causal_attention
-from decode_worker.model.checkpoint import Checkpoint, LayerWeights, Weights
-from decode_worker.model.config import ModelConfig
-from decode_worker.model.json_object import JsonObject
+from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.model.transformer import Transformer
 from decode_worker.records import STORAGE_DTYPES
-from decode_worker.synthetic.checkpoint import B8, Q05
+from decode_worker.synthetic.checkpoint import B8, Q05, Shape, random_checkpoint
 
-SHAPES: Mapping[str, Mapping[str, object]] = {
-    "b8": {**B8, "rms_norm_eps": 1e-5},
-    "q05": {**Q05, "rms_norm_eps": 1e-6},
-}
 RETRIEVER = Path(__file__).parents[1] / "models" / "retriever"
 DOCS = ("architecture.md", "operations.md")
 DECLARED_MAX = 4096
@@ -55,7 +50,7 @@ class Settings:
     compute: str = "bfloat16"
     stream_bytes: int = 1 << 30
     compared_tokens: int = 1024
-    shapes: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: SHAPES)
+    shapes: Mapping[str, Shape] = field(default_factory=lambda: {"b8": B8, "q05": Q05})
 
 
 def main() -> int:
@@ -80,42 +75,17 @@ def measure(settings: Settings) -> list[Figure]:
     torch.set_num_threads(settings.threads)
     figures = [Figure("threads", settings.threads, "threads")]
     for name, shape in settings.shapes.items():
-        figures += _measure_shape(settings, name, random_model(shape, STORAGE_DTYPES[settings.compute][1]))
-        model = random_model(shape, torch.float32)
-        generator = torch.Generator().manual_seed(SEED)
-        ids = torch.randint(model.config.vocab, (settings.compared_tokens,), generator=generator)
-        figures += _accuracy(name, model, ids)
+        with tempfile.TemporaryDirectory() as directory:
+            checkpoint = Checkpoint.open(random_checkpoint(Path(directory) / "model", shape, SEED))
+            compute = STORAGE_DTYPES[settings.compute][1]
+            figures += _measure_shape(settings, name, Transformer.load(checkpoint, DECLARED_MAX, compute))
+            generator = torch.Generator().manual_seed(SEED)
+            ids = torch.randint(int(shape["vocab_size"]), (settings.compared_tokens,), generator=generator)
+            figures += _accuracy(name, Transformer.load(checkpoint, DECLARED_MAX), ids)
     shipped = Transformer.load(Checkpoint.open(RETRIEVER), DECLARED_MAX)
     text = "".join((RETRIEVER.parents[1] / "docs" / name).read_text() for name in DOCS)
     ids = torch.tensor(Tokenizer.load(RETRIEVER, shipped.config.vocab).encode(text)[: settings.compared_tokens])
     return figures + _accuracy("retriever", shipped, ids)
-
-
-def random_model(shape: Mapping[str, object], dtype: torch.dtype) -> Transformer:
-    config = ModelConfig.parse(JsonObject("shape", dict(shape)))
-    generator = torch.Generator().manual_seed(SEED)
-
-    def matrix(out: int, entering: int) -> torch.Tensor:
-        return torch.randn(out, entering, generator=generator).mul_(entering**-0.5).to(dtype)
-
-    def layer() -> LayerWeights:
-        qkv, attention = (config.q_heads + 2 * config.kv_heads) * config.head_dim, config.q_heads * config.head_dim
-        norm = torch.ones(config.hidden, dtype=dtype)
-        bias = torch.randn(qkv, generator=generator).to(dtype) if config.qkv_bias else None
-        return LayerWeights(
-            attention_norm=norm, qkv=matrix(qkv, config.hidden), qkv_bias=bias, q_norm=None, k_norm=None,
-            output=matrix(config.hidden, attention), output_bias=None,
-            mlp_norm=norm, gate_up=matrix(2 * config.ffn, config.hidden), gate_up_bias=None,
-            down=matrix(config.hidden, config.ffn), down_bias=None,
-        )  # fmt: skip
-
-    weights = Weights(
-        embedding=matrix(config.vocab, config.hidden),
-        layers=tuple(layer() for _ in range(config.layers)),
-        final_norm=torch.ones(config.hidden, dtype=dtype),
-        head=matrix(config.vocab, config.hidden),
-    )
-    return Transformer(config, weights, DECLARED_MAX)
 
 
 def _measure_shape(settings: Settings, shape: str, model: Transformer) -> list[Figure]:
@@ -145,7 +115,7 @@ def _measure_shape(settings: Settings, shape: str, model: Transformer) -> list[F
         for rows in settings.rows:
             name, found = f"{shape}.{weights}.rows{rows}", samples[weights, rows]
             figures.append(Figure.of_runs(name, found, "ms/step", "torch", samples["torch", rows]))
-            figures.append(Figure.of_runs(name, found, "ms/step", "weights' bytes", floor))
+            figures.append(Figure.of_runs(f"{name}.of_floor", found, "ms/step", "weights' bytes", floor))
     return figures
 
 
@@ -162,7 +132,7 @@ def _accuracy(name: str, model: Transformer, ids: torch.Tensor) -> list[Figure]:
     return [
         Figure.of_runs(f"{name}.int8.difference", [difference["int8"]], "logits", rival, [difference[rival]]),
         Figure.of_runs(f"{name}.int8.top1", [top1["int8"]], "%", rival, [top1[rival]]),
-        Figure(f"{name}.logits_std", float(exact.std()), "logits"),
+        Figure(f"{name}.std", float(exact.std()), "logits"),
     ]
 
 

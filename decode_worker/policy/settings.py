@@ -92,4 +92,5 @@ class PolicySettings:
             tail=self.tail,
             resident=self.resident,
             resident_places=resident_places,
+            unit=self.unit,
         )

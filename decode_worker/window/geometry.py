@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 SLOT_ALIGN = 4096
-BYTES_PER_PLACE_ENTRY = 8  # int32 place and int32 record of each selected place: the slot map
+SIDES = 2  # of a set and its label: the one in use, and the one that is fetched
+UNIT_BYTES = SIDES * 8 + 4  # a unit's id and first place, and its stamp
+PLACE_BYTES = SIDES * 4  # an attended place
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,7 @@ class WindowGeometry:
     tail: int
     resident: NDArray[np.bool_]
     resident_places: int
+    unit: int = 1  # records that are held together
 
     def __post_init__(self) -> None:
         if self.resident.shape != (self.layers, self.kv_heads):
@@ -79,10 +82,11 @@ class WindowGeometry:
 
     @property
     def device_bytes(self) -> int:
-        """Window (selected, slack, tail, resident), labels and slot maps of one slot."""
+        """Window (selected, slack, tail, resident), labels and place lists of one slot."""
         offloaded = int((~self.resident).sum())
-        slot_maps = int(self.capacity[~self.resident].sum()) * BYTES_PER_PLACE_ENTRY
-        return self.slot_bytes + offloaded * self.label_bytes + slot_maps
+        units = int(self.capacity[~self.resident].sum()) // self.unit
+        places = int(self.selected[~self.resident].sum())
+        return self.slot_bytes + SIDES * offloaded * self.label_bytes + units * UNIT_BYTES + places * PLACE_BYTES
 
     def offloaded_bytes(self, tokens: int) -> int:
         """KV of the heads that are not resident, for a session of this many tokens."""

@@ -39,7 +39,8 @@ def test_figures_count_window_labels_and_slot_maps():
     offloaded, resident = 3, 3
     assert g.resident_bytes == resident * 1024 * 512
     assert g.window_bytes == g.resident_bytes + (offloaded * (4 + 576) + 90 + 70 + 96) * 512
-    assert g.device_bytes == g.slot_bytes + offloaded * 2048 + (90 + 70 + 96) * 8
+    lists = (90 + 70 + 96) * (2 * 8 + 4) + offloaded * 64 * 2 * 4
+    assert g.device_bytes == g.slot_bytes + offloaded * 2 * 2048 + lists
     assert g.offloaded_bytes(1000) == offloaded * 1000 * 512
 
 

@@ -60,9 +60,7 @@ def test_copies_travel_while_the_layer_before_computes(
     assert all(before[0] <= copy[0] for before, copy in spans), "no ticket is seen before its layer begins"
     share = sum(copy[1] <= wanted_at[at] for at, copy in copies.items()) / len(spans)
     typical_ms = sorted(end - start for start, end in layers.values())[len(layers) // 2] / 1e6
-    print(
-        f"a layer takes {typical_ms:.2f} ms; {share:.0%} of copies end before they are wanted; waits {waited_ms:.2f} ms a step"
-    )
+    print(f"a layer takes {typical_ms:.2f} ms; {share:.0%} of copies end in time; waits {waited_ms:.2f} ms a step")
     assert share >= 0.5, f"load {os.getloadavg()}"
 
 

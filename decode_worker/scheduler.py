@@ -24,13 +24,16 @@ from decode_worker.turns import Turns
 PIECES_S = 0.02  # of prefill between two steps, or one piece that takes longer
 
 
-class HasReuse(Protocol):
+class HasTokens(Protocol):
     """A session, as far as a scheduler looks at it. `reused`: of the prompt's tokens, not computed."""
 
     reused: int
 
+    @property
+    def stored(self) -> int: ...
 
-Session = TypeVar("Session", bound=HasReuse)
+
+Session = TypeVar("Session", bound=HasTokens)
 Progress = Callable[[int, int], None]
 
 
@@ -100,10 +103,11 @@ class Finish(Enum):
 class Usage:
     """What a generation took, in tokens and seconds: waiting for its prefill to begin, the prefill, its steps.
 
-    `reused`: of the prompt's tokens, read from the store instead of computed."""
+    `reused`: of the prompt's tokens, read from the store instead of computed; `stored`: of all, in packs at the end."""
 
     prompt: int
     reused: int
+    stored: int
     generated: int
     waited_s: float
     prefill_s: float
@@ -354,6 +358,7 @@ def _usage(generation: Generation[Session], session: Session | None) -> Usage:
     return Usage(
         prompt=len(generation.request.prompt),
         reused=session.reused if session is not None else 0,
+        stored=session.stored if session is not None else 0,
         generated=generation.produced,
         waited_s=begun_s - generation.submitted_s,
         prefill_s=prefilled_s - begun_s,

@@ -18,7 +18,7 @@ from decode_worker.engine.footprint import Footprint, attended_share
 from decode_worker.engine.session import Session
 from decode_worker.failures import explained
 from decode_worker.model.transformer import Transformer
-from decode_worker.scheduler import Piece, Request, Scheduler
+from decode_worker.scheduler import Generation, Piece, Request, Scheduler
 from decode_worker.turns import Turns
 from kvstore_service.client import AdminClient, StoreError
 
@@ -102,20 +102,18 @@ class Worker:
         return self._engine.tokenizer.decode(list(tokens))
 
     def prefill_document(self, ids: Sequence[int], progress: Callable[[int, int], None] | None = None) -> PrefillReport:
-        """Computes and stores a document; its session is closed again, the packs stay."""
+        """Computes and stores a document, in turns with `generate`; its session is closed again, the packs stay."""
 
         def show(done: int, total: int) -> None:
             self._progress = (done, total)
             if progress is not None:
                 progress(done, total)
 
-        with self._using():
-            started = time.monotonic()
-            session, _ = self._engine.prefill(ids, show)
-            seconds = time.monotonic() - started
-            stored = session.stored
-            self._engine.close_session(session)
-        return PrefillReport(len(ids), stored, seconds)
+        with self._explaining():
+            scheduler, generation = self._submit(Request(ids, 1), show)
+            *_, last = scheduler.stream(generation)
+        assert last.usage is not None, "the last piece of a text says what it took"
+        return PrefillReport(len(ids), last.usage.stored, last.usage.prefill_s)
 
     def prefill_speed(self, ids: Sequence[int], stored: bool) -> float:
         """Tokens/s of computing a prompt, with its packs written and committed or with nothing kept."""
@@ -183,10 +181,14 @@ class Worker:
         threads are decoded together, as many at a time as there are slots; closing the iterator cancels its own."""
         request = replace(request, stop_ids=request.stop_ids | self._engine.tokenizer.eos_ids)
         with self._explaining():
-            with self._lock:  # an engine is replaced only while nothing is submitted to its scheduler
-                scheduler = self._scheduler
-                generation = scheduler.submit(request, progress)
+            scheduler, generation = self._submit(request, progress)
             yield from scheduler.stream(generation)
+
+    def _submit(
+        self, request: Request, progress: Callable[[int, int], None] | None
+    ) -> tuple[Scheduler[Session], Generation[Session]]:
+        with self._lock:  # an engine is replaced only while nothing is submitted to its scheduler
+            return self._scheduler, self._scheduler.submit(request, progress)
 
     def cancel(self, key: str) -> None:
         """Ends the generation whose request has this key; nothing if there is none."""

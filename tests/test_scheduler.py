@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from decode_worker import scheduler as scheduler_module
 from decode_worker._native import RingPoisoned
 from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import TextStream
-from decode_worker.scheduler import PIECES_S, Finish, Generation, Piece, Progress, Request, Scheduler
+from decode_worker.scheduler import Finish, Generation, Piece, Progress, Request, Scheduler
 from decode_worker.stop_text import StopText
 from decode_worker.turns import Turns
 from decode_worker.work import Pieces, Work
@@ -22,6 +23,18 @@ from kvstore_service.client import StoreError
 
 VOCAB = 97
 SLOTS = 3
+
+
+@pytest.fixture(autouse=True)
+def whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps there is time for all pieces of a prompt, however busy the machine is."""
+    monkeypatch.setattr(scheduler_module, "PIECES_S", 60.0)
+
+
+@pytest.fixture
+def piecemeal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps there is time for one piece."""
+    monkeypatch.setattr(scheduler_module, "PIECES_S", 0.0)
 
 
 @dataclass
@@ -42,6 +55,7 @@ class Seat:
     tokens: list[int]
     open: bool = True
     reused: int = 0
+    stored: int = 0
 
 
 @dataclass
@@ -49,7 +63,7 @@ class Pretended:
     """An engine whose next token is a function of all tokens before; `faults` raise before a step takes any,
     `row_fault` is that of one session.
 
-    `log`: prompts and steps in their order, a piece of a prompt per token of it, each as long as the scheduler's turn.
+    `log`: prompts and steps in their order, a piece of a prompt per token of it.
     """
 
     slots: int = SLOTS
@@ -204,8 +218,8 @@ def test_requests_join_while_others_decode() -> None:
     assert engine.batches == [1, 1, 1, 1, 2, 2, 1, 1, 1]
 
 
-def test_steps_lie_between_the_pieces_of_a_prompt() -> None:
-    engine = Pretended(piece_s=PIECES_S)
+def test_steps_lie_between_the_pieces_of_a_prompt(piecemeal: None) -> None:
+    engine = Pretended()
     scheduler = scheduler_of(engine)
     running = scheduler.submit(Request([1], 9))
     while running.session is None:
@@ -218,8 +232,8 @@ def test_steps_lie_between_the_pieces_of_a_prompt() -> None:
     assert (tokens_of(running), tokens_of(long)) == (alone(running.request), alone(long.request))
 
 
-def test_a_more_urgent_prompt_goes_before_one_that_has_begun() -> None:
-    engine = Pretended(piece_s=PIECES_S)
+def test_a_more_urgent_prompt_goes_before_one_that_has_begun(piecemeal: None) -> None:
+    engine = Pretended()
     scheduler = scheduler_of(engine)
     scheduler.submit(Request([1, 2, 3], 1))
     scheduler.advance()
@@ -229,7 +243,7 @@ def test_a_more_urgent_prompt_goes_before_one_that_has_begun() -> None:
     assert engine.log == [f"prompt {token}" for token in (1, 4, 5, 2, 3, 6)]
 
 
-def test_a_prompt_that_waits_for_the_store_keeps_none_waiting() -> None:
+def test_a_prompt_that_waits_for_the_store_keeps_none_waiting(piecemeal: None) -> None:
     engine = Pretended(waits={1: Held()})
     scheduler = scheduler_of(engine)
     first, second = scheduler.submit(Request([1, 2], 3)), scheduler.submit(Request([3], 3))
@@ -241,8 +255,8 @@ def test_a_prompt_that_waits_for_the_store_keeps_none_waiting() -> None:
     assert tokens_of(first) == alone(first.request)
 
 
-def test_a_prompt_that_is_cancelled_gives_its_slot_back_at_once() -> None:
-    engine = Pretended(slots=1, piece_s=PIECES_S)
+def test_a_prompt_that_is_cancelled_gives_its_slot_back_at_once(piecemeal: None) -> None:
+    engine = Pretended(slots=1)
     scheduler = scheduler_of(engine)
     cancelled, next_one = scheduler.submit(Request([1, 2, 3], 3)), scheduler.submit(Request([4], 3))
     scheduler.advance()

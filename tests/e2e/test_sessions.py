@@ -148,7 +148,10 @@ def test_who_asks_for_something_else_beside_a_generation_gets_a_turn(worker: Wor
         stream = worker.generate(endless)
         next(stream)
         generating = pool.submit(lambda: sum(piece.token is not None for piece in stream))
-        assert worker.prefill_document(document).stored_tokens == 1024
+        (running,), produced = worker._scheduler._running, []
+        report = worker.prefill_document(document, lambda done, total: produced.append(running.produced))
+        assert report.stored_tokens == 1024
+        assert produced[-1] > produced[0], "it goes on beside a prefill"
         dense = worker.answer(document, question, 3)
         sparse = worker.answer(document, question, 3, decode_question=True)
         with pytest.raises(ValueError, match="generating"):

@@ -58,6 +58,7 @@ class Settings:
     repeats: int = 5
     threads: int = min(2, len(os.sched_getaffinity(0)))
     budget: float = 0.1
+    layer0: str = "resident"
     stream_bytes: int = 1 << 30
     shape: Shape = field(default_factory=lambda: B8)
     q05: Shape = field(default_factory=lambda: Q05)
@@ -80,10 +81,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=default.steps, help="steps per repeat")
     parser.add_argument("--repeats", type=int, default=default.repeats)
     parser.add_argument("--threads", type=int, default=default.threads, help="of everybody: ours, torch, llama.cpp")
+    parser.add_argument(
+        "--layer0", choices=("resident", "offloaded"), default=default.layer0, help="of speedup and q05"
+    )
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     contexts = {"contexts": a.contexts, "q05_contexts": a.contexts} if a.contexts else {}
-    figures = measure(Settings(steps=a.steps, repeats=a.repeats, threads=a.threads, **contexts), a.only)
+    figures = measure(
+        Settings(steps=a.steps, repeats=a.repeats, threads=a.threads, layer0=a.layer0, **contexts), a.only
+    )
     print_json(figures) if a.json else print_table("Decode steps", figures)
     return 0
 
@@ -114,7 +120,7 @@ def _compare(settings: Settings, directory: Path, shape: Shape, contexts: tuple[
     checkpoint = random_checkpoint(directory / "model", shape, SEED)
     figures = []
     for context in contexts:
-        with _document(settings, checkpoint, directory, context) as document:
+        with _document(settings, checkpoint, directory, context, layer0=settings.layer0) as document:
             comparison = Comparison(document, settings.stream_bytes)
             samples = in_turn(comparison.runs, settings.steps, settings.repeats)
             figures += comparison.figures(samples, _label(context), kind)

@@ -17,7 +17,6 @@ from decode_worker.figures import Figure
 OURS = "qsac"
 USUAL = "hit75"  # of figures that have one value for all hits
 STREAM = "stream"
-HIT_UNIT = "hits / lookups"
 PYTHON_STEPS = 10
 PRODUCTS = "products"  # the phase of a step that is neither attention nor selection
 
@@ -104,9 +103,6 @@ class Comparison:
             *self._speedups(samples, at, kind),
             *self._steps(samples, at, kind),
             *self._parts(samples, at, kind),
-            Figure(
-                f"nvme_read{kind}.{at}", max(sample["nvme_read"] for hits in HITS for sample in samples[hits]), "B/step"
-            ),
         ]
 
     def _speedups(self, samples: Samples, at: str, kind: str) -> Iterator[Figure]:
@@ -125,11 +121,7 @@ class Comparison:
         for name, decoder in self.decoders.items():
             yield Figure(f"device_bytes{kind}.{at}.{name}", decoder.device_bytes, "B")
         for hits in HITS:
-            yield Figure.of_runs(f"hit_ratio{kind}.{at}.{hits}", column(samples[hits], "hit_ratio"), HIT_UNIT)
-            yield Figure.of_runs(f"moved{kind}.{at}.{hits}", column(samples[hits], "moved"), "records/step")
-            for phase in phases(samples[hits][0]):
-                name = f"phase_ms{kind}.{at}.{hits}.{phase.removeprefix('phase.')}"
-                yield Figure.of_runs(name, column(samples[hits], phase), "ms")
+            yield from details(samples[hits], f"{at}.{hits}", kind)
 
     def _parts(self, samples: Samples, at: str, kind: str) -> Iterator[Figure]:
         """What a step is made of, at the usual hits; and how near `full` comes to a stream read."""
@@ -144,6 +136,16 @@ class Comparison:
         share = [a / b for a, b in zip(read, rate, strict=True)]
         yield Figure.of_runs(f"full_read_share{kind}.{at}", share, "of a stream read")
         yield Figure.of_runs(f"full_read{kind}.{at}", read, "GB/s", "stream read", rate)
+
+
+def details(samples: Sequence[Sample], at: str, kind: str = "") -> Iterator[Figure]:
+    """What one of our decoders did, and when; `at` ends each name."""
+    yield Figure.of_runs(f"hit_ratio{kind}.{at}", column(samples, "hit_ratio"), "hits / lookups")
+    yield Figure.of_runs(f"moved{kind}.{at}", column(samples, "moved"), "records/step")
+    yield Figure.of_runs(f"nvme_read{kind}.{at}", column(samples, "nvme_read"), "B/step")
+    for phase in phases(samples[0]):
+        name = f"phase_ms{kind}.{at}.{phase.removeprefix('phase.')}"
+        yield Figure.of_runs(name, column(samples, phase), "ms")
 
 
 def name_of(rival: str, hits: str) -> str:

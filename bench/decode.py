@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from bench.comparison import HIT_UNIT, OURS, USUAL, Comparison, Run, column, in_turn, ratios
+from bench.comparison import OURS, USUAL, Comparison, Run, column, details, in_turn, ratios
 from bench.decoder import HITS, SEED, STEPS_MAX, WARM_STEPS, Document
 from bench.rivals import NotRun
 from bench.store import scratch
@@ -144,6 +144,7 @@ def growth(settings: Settings, directory: Path) -> list[Figure]:
     except NotRun as error:
         return [Figure.not_run(name, str(error))]
     figures = [Figure.of_runs(f"step_ms.growth.{key}", column(samples[key], "step"), "ms") for key in runs]
+    figures += [figure for key in runs for figure in details(samples[key], f"growth.{key}")]
     for hits in HITS:
         grown = ratios(samples[f"{long}.{hits}"], samples[f"{short}.{hits}"])
         figures += [Figure.of_runs(each, grown, "x") for each in _names(name, hits)]
@@ -158,10 +159,11 @@ def batch(settings: Settings, directory: Path) -> list[Figure]:
         samples = in_turn({str(count): d.run for count, d in decoders.items()}, settings.steps, settings.repeats)
     rates = {count: [1000 * count / ms for ms in column(samples[str(count)], "step")] for count in settings.batches}
     alone = f"batch {settings.batches[0]}"
-    return [
+    figures = [
         Figure.of_runs(f"tokens_per_s.{at}.batch{count}", rates[count], "tokens/s", alone, rates[settings.batches[0]])
         for count in settings.batches
     ]
+    return figures + [f for count in settings.batches for f in details(samples[str(count)], f"{at}.batch{count}")]
 
 
 def prefill(settings: Settings, directory: Path) -> list[Figure]:
@@ -206,8 +208,7 @@ def million(settings: Settings, directory: Path) -> list[Figure]:
                 samples = [decoder.run(settings.steps) for _ in range(settings.repeats)]
                 decoder.engine.close()
                 figures += [Figure.of_runs(each, column(samples, "step"), "ms") for each in _names(name, hits)]
-                ratio = column(samples, "hit_ratio")
-                figures.append(Figure.of_runs(f"hit_ratio.{_label(settings.million)}.{hits}", ratio, HIT_UNIT))
+                figures += details(samples, f"{_label(settings.million)}.{hits}")
     except NotRun as error:
         return [Figure.not_run(name, str(error))]
     return figures

@@ -95,6 +95,8 @@ class Document:
         engine = self.engine(policy, hits, sessions)
         if not self._stored:
             inject_packs(engine, self._ids[: self.tokens], SEED)
+            # A prompt of one token more reads all of it, layer by layer, and so brings it into DRAM.
+            engine.close_session(engine.prefill(self._ids)[0])
             self._stored = True
         return Decoder(engine, self.daemon, self._ids, sessions, self.random_ids)
 

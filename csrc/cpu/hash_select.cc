@@ -190,14 +190,21 @@ void collect(const uint16_t* distance, size_t n, uint16_t limit, Masks (*compare
   }
 }
 
+size_t count_equal(const uint16_t* distance, size_t n, uint16_t limit, Masks (*compare32)(const uint16_t*, uint16_t)) {
+  size_t count = 0, at = 0;
+  for (; at + 32 <= n; at += 32) count += std::popcount(compare32(distance + at, limit).equal);
+  return count + std::count(distance + at, distance + n, limit);
+}
+
 // The token below which the `ties` lowest of a pack's tied records lie.
 int32_t tie_token(const PackCodes& pack, const uint16_t* distance, uint16_t limit, size_t ties,
-                  std::vector<uint16_t>& tokens) {
+                  Masks (*compare32)(const uint16_t*, uint16_t), std::vector<uint16_t>& tokens) {
+  if (ties == 0) return 0;
+  if (count_equal(distance, pack.count, limit, compare32) <= ties) return INT32_MAX;
   tokens.clear();
   for (size_t i = 0; i < pack.count; ++i) {
     if (distance[i] == limit) tokens.push_back(pack.map[i]);
   }
-  if (tokens.size() <= ties) return INT32_MAX;
   std::nth_element(tokens.begin(), tokens.begin() + ties, tokens.end());
   return tokens[ties];
 }
@@ -208,9 +215,9 @@ void collect_records(const std::vector<PackCodes>& packs, size_t pack_count, con
   const auto compare32 = compare();
   for (size_t p = 0; p < pack_count; distance += packs[p++].count) {
     const PackCodes& pack = packs[p];
-    const int32_t tied_below = tie_token(pack, distance, limit.distance, limit.ties, tokens);
+    const int32_t tied_below = tie_token(pack, distance, limit.distance, limit.ties, compare32, tokens);
     collect(distance, pack.count, limit.distance, compare32, [&](size_t i, bool tied) {
-      if (tied && (limit.ties == 0 || pack.map[i] >= tied_below)) return;
+      if (tied && pack.map[i] >= tied_below) return;
       limit.ties -= tied;
       out.push_back(pack.first + static_cast<int32_t>(i));
     });

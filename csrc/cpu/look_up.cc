@@ -1,6 +1,7 @@
 #include "cpu/look_up.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -27,6 +28,7 @@ struct Lane {
   int layer, slot, head;
   HeadState::Side now, then;
   int32_t capacity;
+  int unit_log;  // units are powers of two
   int32_t* stamp;
   Scratch& s;
 
@@ -39,11 +41,12 @@ struct Lane {
         now(state.current(layer, slot, head)),
         then(state.next(layer, slot, head)),
         capacity(state.capacity[state.index(layer, slot, head)]),
+        unit_log(std::countr_zero(unsigned(state.shape.unit))),
         stamp(state.stamp + state.index(layer, slot, head) * state.shape.units),
         s(scratch) {}
 
-  int32_t unit_place(int32_t place) const { return (place - state.shape.sink) / state.shape.unit; }
-  int32_t first_place(int32_t unit_place) const { return state.shape.sink + unit_place * state.shape.unit; }
+  int32_t unit_place(int32_t place) const { return (place - state.shape.sink) >> unit_log; }
+  int32_t first_place(int32_t unit_place) const { return state.shape.sink + (unit_place << unit_log); }
 
   // Marks every place, finds the wanted units that are held; returns how many are not.
   int32_t match() {

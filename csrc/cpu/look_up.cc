@@ -16,9 +16,10 @@ enum : uint8_t { kFree, kHeld, kAttended, kWanted };  // what a place is to a he
 
 struct Scratch {
   std::vector<int32_t> wanted;
-  std::vector<int32_t> places;  // of the wanted units; -1 for one that the window lacks
-  std::vector<uint8_t> use;     // of every unit place
-  std::vector<int32_t> victims;
+  std::vector<int32_t> places;    // of the wanted units; -1 for one that the window lacks
+  std::vector<uint8_t> use;       // of every unit place
+  std::vector<int32_t> place_of;  // of every stored unit; -1 between calls
+  std::vector<int32_t> free, victims;
 };
 
 // The lane of one head while it gets a new set. A unit place is counted from 0 behind the sinks.
@@ -50,21 +51,27 @@ struct Lane {
 
   // Marks every place, finds the wanted units that are held; returns how many are not.
   int32_t match() {
-    s.use.assign(capacity, kFree);
-    s.places.assign(s.wanted.size(), -1);
+    s.use.assign(capacity + 1, kFree);  // the last one stands for no place
     for (int32_t i = 0; i < now.held_count; ++i) s.use[unit_place(now.held_places[i])] = kHeld;
     for (int32_t i = 0; i < now.count; ++i) s.use[unit_place(now.places[i])] = kAttended;
-    if (cache.whole) return static_cast<int32_t>(s.wanted.size());
-    int32_t missing = 0, h = 0;
-    for (size_t w = 0; w < s.wanted.size(); ++w) {
-      while (h < now.held_count && now.held[h] < s.wanted[w]) ++h;
-      if (h < now.held_count && now.held[h] == s.wanted[w]) {
-        s.places[w] = now.held_places[h];
-        s.use[unit_place(s.places[w])] = kWanted;
-      } else {
-        ++missing;
-      }
+    const size_t wanted = s.wanted.size();
+    s.places.assign(wanted, -1);
+    if (cache.whole) {
+      s.use.pop_back();
+      return static_cast<int32_t>(wanted);
     }
+    // Through a table: whether a unit is held is as good as random, and a merge would guess wrong at every other one.
+    const int32_t last = std::max(now.held_count ? now.held[now.held_count - 1] : -1, wanted ? s.wanted.back() : -1);
+    if (s.place_of.size() <= size_t(last)) s.place_of.resize(last + 1, -1);
+    for (int32_t i = 0; i < now.held_count; ++i) s.place_of[now.held[i]] = now.held_places[i];
+    int32_t missing = 0;
+    for (size_t w = 0; w < wanted; ++w) {
+      s.places[w] = s.place_of[s.wanted[w]];
+      missing += s.places[w] < 0;
+      s.use[s.places[w] < 0 ? capacity : unit_place(s.places[w])] = kWanted;
+    }
+    for (int32_t i = 0; i < now.held_count; ++i) s.place_of[now.held[i]] = -1;
+    s.use.pop_back();
     return missing;
   }
 
@@ -118,19 +125,23 @@ struct Lane {
 
   // Gives the missing units free places, ascending, and names their records.
   void place(int32_t step, std::vector<Pair>& pairs) {
-    const int unit = state.shape.unit;
-    int32_t free = 0;
-    for (size_t w = 0; w < s.wanted.size(); ++w) {
-      const bool missing = s.places[w] < 0;
-      if (missing) {
-        while (s.use[free] != kFree) ++free;
-        s.places[w] = first_place(free++);
-        for (int r = 0; r < unit; ++r) {
-          pairs.push_back({uint32_t(s.wanted[w] * unit + r), uint32_t(s.places[w] + r)});
-        }
-      }
-      touch(unit_place(s.places[w]), step, missing);
+    s.free.resize(capacity);
+    for (int32_t p = 0, n = 0; p < capacity; ++p) {
+      s.free[n] = p;
+      n += s.use[p] == kFree;
     }
+    const int unit = state.shape.unit;
+    pairs.resize((s.wanted.size() + 1) * unit);  // a unit more: what is not missing is written, and then overwritten
+    size_t missing = 0;
+    for (size_t w = 0; w < s.wanted.size(); ++w) {
+      const bool lacks = s.places[w] < 0;
+      s.places[w] = lacks ? first_place(s.free[missing]) : s.places[w];
+      for (int r = 0; r < unit; ++r)
+        pairs[missing * unit + r] = {uint32_t(s.wanted[w] * unit + r), uint32_t(s.places[w] + r)};
+      missing += lacks;
+      if (cache.keeps) touch(unit_place(s.places[w]), step, lacks);
+    }
+    pairs.resize(missing * unit);
   }
 
   void touch(int32_t place, int32_t step, bool arrives) {

@@ -151,7 +151,7 @@ class ReferenceKernels(Kernels):
             self._write_held(now, held)
         places = {**kept, **dict(zip(missing, sorted(free), strict=False))}
 
-        for unit in wanted:
+        for unit in wanted if cache.keeps else ():
             self._touch(layer, slot, head, (places[unit] - shape.sink) // shape.unit, unit in missing)
         self._write_held(then, {**(held if cache.keeps else {}), **places})
         tokens = self._views[slot].tokens_of(layer, head)

@@ -69,8 +69,8 @@ def refusal(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["--p=-1"], ["p='-1'", "from 0 to 100"]),
         (["--margin=3"], ["margin='3'", "from 0 to 2"]),
         (["--slack=x"], ["slack='x'", "number"]),
-        (["--policy=best"], ["policy='best'", "qsac, none or full"]),
-        (["--retriever=magic"], ["retriever='magic'", "hash or exact"]),
+        (["--policy=best"], ["policy='best'", "qsac, litecache, infinigen, lru or full"]),
+        (["--retriever=magic"], ["retriever='magic'", "exact or hash"]),
         (["--context=10"], ["context='10'", "from 64"]),
         (["--context=64", "--recent=64"], ["context=64", "sink + recent"]),
         (["--resident-bytes=lots"], ["resident_bytes='lots'", "GiB"]),
@@ -326,5 +326,5 @@ def test_help_shows_default_and_range_of_every_flag(command: list[str], capsys: 
         cli.main([*command[1:], "--help"])
     assert ended.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("default: 0.1", "from -1 to 1", "hash or exact", "at least 64KiB", "qsac, none or full", "from 1 to"):
+    for words in ("default: 0.1", "from -1 to 1", "exact or hash", "at least 64KiB", "qsac, litecache, infinigen, lru or full", "from 1 to"):
         assert words in shown, words

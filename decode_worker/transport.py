@@ -51,16 +51,19 @@ class Transport:
             wait_ms=wait_ms,
         )
         self.pack_tokens = memory.pack_tokens
-        with contextlib.closing(memory):
+        self._posted: deque[Posted] = deque()  # bulk tickets, the oldest first
+        self._next_seq = 0
+        with contextlib.closing(memory), contextlib.ExitStack() as undo:
             self.window = _window(memory)
+            undo.callback(self.window.close)
             self.window.self_test()
             self._staging_map = mmap.mmap(memory.staging_fd, staging_bytes)
             self.staging = Staging(self, np.frombuffer(self._staging_map, dtype=np.uint8))
+            undo.callback(self._close_staging)
             self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
-        self._posted: deque[Posted] = deque()  # bulk tickets, the oldest first
-        self._next_seq = 0
-        client.serve_rings()
-        client.guard(self.require_daemon)
+            client.serve_rings()
+            client.guard(self.require_daemon)
+            undo.pop_all()
 
     def require_alive(self) -> None:
         """Raises RingPoisoned after a RingTimeout, whichever ring it was."""
@@ -111,6 +114,9 @@ class Transport:
         self.decode.close()
         self.bulk.close()
         self.window.close()
+        self._close_staging()
+
+    def _close_staging(self) -> None:
         self.staging.memory = np.empty(0, dtype=np.uint8)
         with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with it
             self._staging_map.close()

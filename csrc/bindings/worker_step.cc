@@ -31,7 +31,8 @@ void require(bool ok, const std::string& message) {
 // Asks a retriever that is written in Python.
 class PythonSelector : public Selector {
  public:
-  PythonSelector(nb::object select, int group, int d) : select_(std::move(select)), group_(group), d_(d) {}
+  PythonSelector(const RecordMaps& maps, nb::object select, int group, int d)
+      : maps_(maps), select_(std::move(select)), group_(group), d_(d) {}
 
   void select(int layer, int slot, int head, const float* query, const Selection& wanted,
               std::vector<int32_t>& out) override {
@@ -42,11 +43,21 @@ class PythonSelector : public Selector {
         select_(layer, slot, head, nb::cast(view, nb::rv_policy::copy), wanted.low, wanted.high, wanted.k, wanted.unit);
     auto ids = nb::cast<nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(found);
     require(ids.size() <= size_t(wanted.k), "a retriever selected more than it was asked for");
+    const std::vector<PackMap>& packs = maps_.packs(slot);
+    const int32_t stored = packs.empty() ? 0 : packs.back().first + packs.back().tokens;
+    int32_t before = -1;
+    for (size_t i = 0; i < ids.size(); before = ids.data()[i++]) {
+      const int32_t id = ids.data()[i];
+      require(id > before && id < stored / wanted.unit,
+              "a retriever selected " + std::to_string(id) + " behind " + std::to_string(before) + " of " +
+                  std::to_string(stored / wanted.unit) + " units: ids must ascend from 0 and be stored");
+    }
     out.assign(ids.data(), ids.data() + ids.size());
   }
   bool parallel() const override { return false; }
 
  private:
+  const RecordMaps& maps_;
   nb::object select_;
   int group_, d_;
 };
@@ -95,12 +106,17 @@ class StateArrays {
  private:
   template <class T>
   void take(const char* name, size_t size, T*& out) {
-    auto array = nb::cast<Array<std::remove_const_t<T>>>(owner_.attr(name));
+    // Never a converted copy: what the kernels change must be what the owner sees.
+    Array<std::remove_const_t<T>> array;
+    if (!nb::try_cast(owner_.attr(name), array, false))
+      throw std::invalid_argument(std::string("state.") + name + " has another dtype or is not contiguous");
     require(array.size() == size, std::string("state.") + name + " has another size");
     out = array.data();
+    kept_.push_back(owner_.attr(name));
   }
 
   nb::object owner_;
+  std::vector<nb::object> kept_;
 };
 
 void check_signals() {
@@ -124,6 +140,7 @@ class BoundStep {
     require(dtype == 1 || dtype == 2, "dtype must be 1 (float32) or 2 (bfloat16)");
     require(2 * size_t(shape.d) * (dtype == 1 ? 4 : 2) <= record_bytes, "a key and a value do not fit record_bytes");
     require(threads >= 1, "threads must be at least 1");
+    require(shape.group <= kHashGroupMax, "a KV head must have at most 128 query heads");
     require(stamp >= 0 && stamp <= 2, "stamp must be 0 (none), 1 (step) or 2 (count)");
     if (projection) {
       require(projection->size() == size_t(shape.layers) * shape.heads * shape.d * kHashBits,
@@ -134,7 +151,7 @@ class BoundStep {
       hash_ = hash.get();
       selector_ = std::move(hash);
     } else {
-      selector_ = std::make_unique<PythonSelector>(std::move(retriever_select), shape.group, shape.d);
+      selector_ = std::make_unique<PythonSelector>(maps_, std::move(retriever_select), shape.group, shape.d);
     }
     const LookUpRules rules{{keeps, whole, static_cast<CacheRule::Stamp>(stamp)}, reuses, cos_floor, threads};
     const StepSettings settings{static_cast<Dtype>(dtype), record_bytes, scale, threads, stale_fails, wait_us};
@@ -185,6 +202,7 @@ class BoundStep {
   }
 
   void commit(int layer, std::optional<Array<const uint32_t>> statuses) {
+    check_layer(layer);
     std::vector<RunResult> results;
     for (size_t i = 0; statuses && i < statuses->size() / 2; ++i)
       results.push_back({statuses->data()[2 * i], statuses->data()[2 * i + 1]});
@@ -198,19 +216,20 @@ class BoundStep {
   }
 
   void arrive(int layer, Array<const float> key, Array<const float> value) {
-    check_token(key, value);
+    check_token(layer, key, value);
     nb::gil_scoped_release release;
     if (ring_) step_->await(*ring_, layer, wait_us(), check_signals);
     step_->append(layer, key.data(), value.data());
   }
 
   void append(int layer, Array<const float> key, Array<const float> value) {
-    check_token(key, value);
+    check_token(layer, key, value);
     nb::gil_scoped_release release;
     step_->append(layer, key.data(), value.data());
   }
 
   void await(int layer) {
+    check_layer(layer);
     nb::gil_scoped_release release;
     step_->await(*ring_, layer, wait_us(), check_signals);
   }
@@ -243,13 +262,17 @@ class BoundStep {
     const HeadState::Shape& shape = arrays_.state.shape;
     return size_t(rows_) * shape.heads * shape.group * shape.d;
   }
-  void check_token(const Array<const float>& key, const Array<const float>& value) const {
+  void check_layer(int layer) const {
+    require(layer >= 0 && layer < arrays_.state.shape.layers, "layer is out of range");
+  }
+  void check_token(int layer, const Array<const float>& key, const Array<const float>& value) const {
+    check_layer(layer);
     const HeadState::Shape& shape = arrays_.state.shape;
     const size_t floats = size_t(rows_) * shape.heads * shape.d;
     require(key.size() >= floats && value.size() >= floats, "key and value must be [rows, heads, d]");
   }
   void check_query(int layer, const Array<const float>& query) const {
-    require(layer >= 0 && layer < arrays_.state.shape.layers, "layer is out of range");
+    check_layer(layer);
     require(query.size() >= query_floats(), "query must be [rows, heads * group, d]");
   }
 
@@ -275,18 +298,19 @@ void bind_step(nb::module_& m) {
   nb::class_<BoundStep>(m, "Step")
       .def(nb::init<nb::object, nb::object, std::optional<Array<const float>>, nb::object, Array<uint8_t>, bool, bool,
                     bool, int, float, int, size_t, float, int, bool, uint64_t>(),
-           "state"_a, "select"_a.none(), "projection"_a.none(), "ring"_a.none(), "window"_a, nb::kw_only(), "reuses"_a,
+           "state"_a, "select"_a.none(), "projection"_a.none(), "ring"_a.none(), "window"_a.noconvert(), nb::kw_only(), "reuses"_a,
            "keeps"_a, "whole"_a, "stamp"_a, "cos_floor"_a, "dtype"_a, "record_bytes"_a, "scale"_a, "threads"_a,
            "stale_fails"_a, "wait_us"_a)
       .def("extend", &BoundStep::extend, "slot"_a, "first"_a, "order"_a, "codes"_a.none())
       .def("clear", &BoundStep::clear, "slot"_a)
-      .def("begin", &BoundStep::begin, "slots"_a, "positions"_a, "rows"_a, "step"_a)
-      .def("plan", &BoundStep::plan, "layer"_a, "query"_a, "kind"_a)
+      .def("begin", &BoundStep::begin, "slots"_a.noconvert(), "positions"_a.noconvert(), "rows"_a, "step"_a)
+      .def("plan", &BoundStep::plan, "layer"_a, "query"_a.noconvert(), "kind"_a)
       .def("commit", &BoundStep::commit, "layer"_a, "statuses"_a.none())
-      .def("look_up", &BoundStep::look_up, "layer"_a, "query"_a, "kind"_a)
-      .def("arrive", &BoundStep::arrive, "layer"_a, "key"_a, "value"_a)
-      .def("append", &BoundStep::append, "layer"_a, "key"_a, "value"_a)
+      .def("look_up", &BoundStep::look_up, "layer"_a, "query"_a.noconvert(), "kind"_a)
+      .def("arrive", &BoundStep::arrive, "layer"_a, "key"_a.noconvert(), "value"_a.noconvert())
+      .def("append", &BoundStep::append, "layer"_a, "key"_a.noconvert(), "value"_a.noconvert())
       .def("await_ticket", &BoundStep::await, "layer"_a)
-      .def("attend", &BoundStep::attend, "layer"_a, "query"_a, "out"_a, "lse"_a)
+      .def("attend", &BoundStep::attend, "layer"_a, "query"_a.noconvert(), "out"_a.noconvert(),
+           "lse"_a.noconvert())
       .def("settle", &BoundStep::settle, "timeout_us"_a);
 }

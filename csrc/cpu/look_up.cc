@@ -1,6 +1,7 @@
 #include "cpu/look_up.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <exception>
@@ -202,7 +203,7 @@ struct Lane {
       const uint16_t* order = maps.order(pack, layer, head);
       for (int32_t i = 0; i < pack.tokens && pack.first < sinks; ++i) {
         const int32_t token = pack.first + order[i];
-        if (token < sinks) pairs.push_back({uint32_t(pack.first + i), uint32_t(token)});
+        if (token >= now.cover && token < sinks) pairs.push_back({uint32_t(pack.first + i), uint32_t(token)});
       }
     }
     std::sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.record < b.record; });
@@ -214,10 +215,13 @@ template <class Task>
 void run_or_throw(int count, int threads, Task task) {
   std::exception_ptr thrown;
   std::mutex lock;
+  std::atomic<bool> stopped{false};
   run_tasks(count, threads, [&](int i) {
+    if (stopped.load(std::memory_order_relaxed)) return;
     try {
       task(i);
     } catch (...) {
+      stopped.store(true, std::memory_order_relaxed);
       std::lock_guard held(lock);
       if (!thrown) thrown = std::current_exception();
     }
@@ -280,7 +284,8 @@ void LookUp::plan(int layer, const Rows& rows, const float* query, QueryKind kin
   wishes_.clear();
   for (int row = 0; row < rows.count; ++row) {
     const int slot = rows.slot[row];
-    for (int head = 0; slot >= 0 && head < shape.heads; ++head) {
+    // Behind a fault a row computes on what means nothing.
+    for (int head = 0; slot >= 0 && !state_.fault[slot] && head < shape.heads; ++head) {
       Wish wish{row, slot, head, false, false, 0, 0, 0};
       if (state_.is_resident(layer, head)) continue;
       if (misses(layer, slot, head, rows.position[row], query_of(wish), kind)) wishes_.push_back(wish);

@@ -86,7 +86,13 @@ class Engine:
             stack.callback(self.client.close)
             self.transport = self._connect_rings()
             stack.callback(self.transport.close)
+            self._build()
+            stack.callback(self.loop.close)
             self._resources = stack.pop_all()
+
+    def _build(self) -> None:
+        """What works on the worker's memory."""
+        config = self.config
         self.catalogue = PackCatalogue(self.client, self.retriever)
         self._writer = PackWriter(
             self.records, self.retriever, self.client, self.transport, self.catalogue, self._caller,

@@ -60,11 +60,16 @@ class DecodeLoop:
         self._speculative = policy.settings.speculative
         self._layers = policy.settings.layers
         self._rows = Rows(policy.settings.slots)
-        self._lse = torch.empty(products.query.shape[:2])
+        self._lse = torch.empty(products.query.shape[:2], dtype=torch.float32)
         self._lines: dict[int, list[Launch]] = {}
         self.steps = 0
         self.spent_ns: Counter[str] = Counter()  # phase -> ns
         self.trace: deque[tuple[int, int, int, int]] = deque(maxlen=TRACED_LAYERS_MAX)
+
+    def close(self) -> None:
+        """Lets go of the window."""
+        self._lines.clear()
+        self.kernels.close()
 
     def step(
         self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]
@@ -85,13 +90,13 @@ class DecodeLoop:
         return self._products.logits[: len(slots)].clone(), self._faults(slots)
 
     def seed(self, slot: int, position: int, queries: Sequence[torch.Tensor]) -> None:
-        """First sets and labels of a slot, from the queries [Hq, d] of the last prompt token, one per layer; position:
-        the first step's."""
+        """First sets and labels of a slot, from the queries [Hq, d] of the last prompt token, one per layer, each made
+        from the layer before's input (but for layer 0); position: the first step's."""
         self._begin([slot], [position])
         line = []
         for layer, query in enumerate(queries):
             if self._policy.selects(layer):
-                kind = self._policy.query_kind(layer)
+                kind = QueryKind.SPECULATIVE if layer else QueryKind.TRUE
                 asked = query.float().contiguous()
                 line.append(Launch("look_up", layer, self.kernels.look_up, (layer, asked, kind)))
                 line.append(Launch("arrive", layer, self.kernels.await_ticket, (layer,)))

@@ -71,6 +71,10 @@ class Kernels(ABC):
         self.context = context
 
     @abstractmethod
+    def close(self) -> None:
+        """Lets go of the window; nothing else may be called afterwards."""
+
+    @abstractmethod
     def extend(self, slot: int, pack: StoredPack) -> None:
         """A slot's next pack. Between steps."""
 

@@ -43,6 +43,9 @@ class CpuKernels(Kernels):
             wait_us=context.wait_us,
         )
 
+    def close(self) -> None:
+        del self._step, self.context
+
     def extend(self, slot: int, pack: StoredPack) -> None:
         self._views[slot].extend(pack)
         self._step.extend(slot, pack.first_token, pack.order, pack.index.data if self._hashes else None)

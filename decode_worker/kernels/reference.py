@@ -38,6 +38,9 @@ class ReferenceKernels(Kernels):
         self._waiting: list[list[Wish]] = [[] for _ in range(settings.layers)]
         self._posted = [0] * settings.layers
 
+    def close(self) -> None:
+        del self.context
+
     def extend(self, slot: int, pack: StoredPack) -> None:
         self._views[slot].extend(pack)
 
@@ -73,7 +76,7 @@ class ReferenceKernels(Kernels):
         wishes = []
         for row, (slot, position) in enumerate(self._rows):
             for head in range(shape.heads):
-                if slot < 0 or self.context.state.resident[layer, head]:
+                if slot < 0 or self.context.state.fault[slot] or self.context.state.resident[layer, head]:
                     continue
                 if self._misses(layer, slot, head, position, grouped[row, head], kind):
                     wishes.append(self._choose(layer, slot, head, position, grouped[row, head], kind))
@@ -165,8 +168,8 @@ class ReferenceKernels(Kernels):
         state.count[then] = len(attended)
         pairs = [(unit * shape.unit + r, places[unit] + r) for unit in missing for r in range(shape.unit)]
         sinks = min(shape.sink, limit)
-        if int(state.cover[now]) < sinks:
-            pairs += [(int(record), int(tokens[record])) for record in np.flatnonzero(tokens < sinks)]
+        lacking = (tokens >= int(state.cover[now])) & (tokens < sinks)
+        pairs += [(int(record), int(tokens[record])) for record in np.flatnonzero(lacking)]
         state.label[then] = query
         state.label_kind[then] = kind
         state.cover[then] = limit
@@ -193,10 +196,11 @@ class ReferenceKernels(Kernels):
     # --- arrive ---
 
     def await_ticket(self, layer: int) -> None:
-        seq, self._posted[layer] = self._posted[layer], 0
-        if seq:
+        if seq := self._posted[layer]:
             assert self.context.ring is not None
-            self.commit(layer, self.context.ring.wait(seq, self.context.wait_us))
+            statuses = self.context.ring.wait(seq, self.context.wait_us)
+            self._posted[layer] = 0
+            self.commit(layer, statuses)
 
     def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None:
         waiting, self._waiting[layer] = self._waiting[layer], []
@@ -230,14 +234,15 @@ class ReferenceKernels(Kernels):
 
     def settle(self, timeout_us: int) -> None:
         for layer, seq in enumerate(self._posted):
-            self._posted[layer] = 0
             if not seq:
                 continue
             assert self.context.ring is not None
             try:
-                self.commit(layer, self.context.ring.wait(seq, timeout_us))
+                statuses: NDArray[np.uint32] | None = self.context.ring.wait(seq, timeout_us)
             except _native.RingError:
-                self.commit(layer, None)
+                statuses = None
+            self._posted[layer] = 0
+            self.commit(layer, statuses)
 
     # --- attend ---
 

@@ -45,6 +45,8 @@ class HeadState:
         largest = settings.geometry(settings.context, settings.context)
         places = int(largest.selected.max())
         units = (int(largest.capacity.max()) + settings.spare_max(settings.context)) // settings.unit
+        if settings.resident.all():  # nothing is ever selected
+            places = units = 1
         self.shape = StateShape(
             settings.layers, settings.slots, settings.kv_heads, settings.group, settings.head_dim,
             places, units, settings.unit, settings.sink, settings.recent, settings.tail,
@@ -56,7 +58,7 @@ class HeadState:
         self.held_count = torch.zeros(sides, dtype=torch.int32)
         self.places = torch.full((*sides, places), -1, dtype=torch.int32)
         self.count = torch.zeros(sides, dtype=torch.int32)
-        self.label = torch.zeros((*sides, settings.group, settings.head_dim))
+        self.label = torch.zeros((*sides, settings.group, settings.head_dim), dtype=torch.float32)
         self.label_kind = torch.zeros(sides, dtype=torch.int8)
         self.cover = torch.zeros(sides, dtype=torch.int32)
         self.generation = torch.zeros(sides, dtype=torch.int32)
@@ -72,9 +74,9 @@ class HeadState:
 
         layer, head = np.indices(lanes)
         stagger = (layer * settings.kv_heads + head) % STAGGER
-        self.tau = torch.from_numpy(settings.tau.astype(np.float32))
-        self.weights = torch.from_numpy(settings.weights.astype(np.float32))
-        self.resident = torch.from_numpy(settings.resident.astype(np.uint8))
+        self.tau = torch.from_numpy(np.ascontiguousarray(settings.tau, np.float32))
+        self.weights = torch.from_numpy(np.ascontiguousarray(settings.weights, np.float32))
+        self.resident = torch.from_numpy(np.ascontiguousarray(settings.resident, np.uint8))
         self.forced_from = torch.from_numpy((settings.tail - 1 - stagger).astype(np.int32))  # of position - cover
 
         self.stored = torch.zeros(slots, dtype=torch.int32)  # N
@@ -91,7 +93,9 @@ class HeadState:
         """A session's first state: every head without a set. offset: bytes; position: its next token's."""
         self.reset(slot)
         unit = self.shape.unit
-        if geometry.selected.max() > self.shape.places or geometry.capacity.max() > self.shape.units * unit:
+        if not self.resident.all() and (
+            geometry.selected.max() > self.shape.places or geometry.capacity.max() > self.shape.units * unit
+        ):
             raise ValueError("a session's window is larger than `context` allows")
         self.cover[:, :, slot] = cover
         self.base[:, slot] = torch.from_numpy(geometry.offsets.astype(np.int64)) + offset

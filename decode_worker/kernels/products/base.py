@@ -32,9 +32,9 @@ class Products(ABC):
         query, key = (batch, config.q_heads, config.head_dim), (batch, config.kv_heads, config.head_dim)
         self.tokens = torch.zeros(batch, dtype=torch.int64)
         self.positions = torch.zeros(batch, dtype=torch.int64)
-        self.query, self.next_query, self.attention = torch.zeros(3, *query).unbind()
-        self.key, self.value = torch.zeros(2, *key).unbind()
-        self.logits = torch.zeros(batch, config.vocab)
+        self.query, self.next_query, self.attention = torch.zeros(3, *query, dtype=torch.float32).unbind()
+        self.key, self.value = torch.zeros(2, *key, dtype=torch.float32).unbind()
+        self.logits = torch.zeros(batch, config.vocab, dtype=torch.float32)
 
     @abstractmethod
     def embed(self, rows: int) -> None:

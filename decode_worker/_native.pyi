@@ -135,6 +135,7 @@ def hash_select(
     high: int,  # tokens [low, high) only
     k: int,
     unit: int = 1,
+    threads: int = 1,
 ) -> NDArray[np.int32]:
     """The k units (of `unit` records in a row) of least Hamming distance, summed over g; a unit's is its nearest
     record's. Ties go to the lower token, of units of more than one record to the lower id. Sorted by id; fewer if

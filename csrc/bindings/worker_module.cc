@@ -159,10 +159,10 @@ nb::ndarray<nb::numpy, uint64_t> bind_hash_encode(In<float, 2> x, In<float, 2> p
 
 nb::ndarray<nb::numpy, int32_t> bind_hash_select(In<uint64_t, 2> query_codes, std::vector<In<uint64_t, 2>> codes,
                                                  std::vector<In<uint16_t, 1>> maps, int32_t low, int32_t high,
-                                                 int32_t k, int unit) {
+                                                 int32_t k, int unit, int threads) {
   require(query_codes.shape(1) == kHashWords, "hash_select: query_codes must be [g, 4]");
   require(codes.size() == maps.size(), "hash_select: one map per pack");
-  require(k >= 0 && unit >= 1, "hash_select: k must not be negative, and unit at least 1");
+  require(k >= 0 && unit >= 1 && threads >= 1, "hash_select: k must not be negative, unit and threads at least 1");
   std::vector<PackCodes> packs;
   int32_t first = 0;
   for (size_t i = 0; i < codes.size(); ++i) {
@@ -175,7 +175,7 @@ nb::ndarray<nb::numpy, int32_t> bind_hash_select(In<uint64_t, 2> query_codes, st
   std::vector<int32_t> chosen;
   {
     nb::gil_scoped_release release;
-    hash_select(query_codes.data(), int(query_codes.shape(0)), packs, {low, high, k, unit}, chosen);
+    hash_select(query_codes.data(), int(query_codes.shape(0)), packs, {low, high, k, unit}, threads, chosen);
   }
   const size_t count = chosen.size();
   return owned(std::move(chosen), {count});
@@ -203,7 +203,7 @@ NB_MODULE(_native, m) {
   m.def("similarity", &bind_similarity, nb::arg("query"), nb::arg("label"), nb::arg("weights"), nb::arg("cos_floor"));
   m.def("hash_encode", &bind_hash_encode, nb::arg("x"), nb::arg("projection"), nb::arg("centre"));
   m.def("hash_select", &bind_hash_select, nb::arg("query_codes"), nb::arg("codes"), nb::arg("maps"), nb::arg("low"),
-        nb::arg("high"), nb::arg("k"), nb::arg("unit") = 1);
+        nb::arg("high"), nb::arg("k"), nb::arg("unit") = 1, nb::arg("threads") = 1);
   m.def("_levels", &level_numbers);
   m.def("_set_level", [](int level) { set_level(static_cast<Level>(level)); });
 }

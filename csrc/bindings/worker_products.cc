@@ -192,9 +192,10 @@ void bind_products(nb::module_& m) {
   nb::class_<BoundProducts>(m, "Products")
       .def(nb::init<BoundMatrix, std::vector<BoundLayer>, Vector, BoundMatrix, Ids, Ids, Heads, Heads, Heads, Heads,
                     Heads, Rows, Vector, float, float, int64_t, int>(),
-           nb::kw_only(), "embedding"_a, "layers"_a, "final_norm"_a, "head"_a, "tokens"_a.noconvert(), "positions"_a.noconvert(), "query"_a.noconvert(),
-           "next_query"_a.noconvert(), "key"_a.noconvert(), "value"_a.noconvert(), "attention"_a.noconvert(), "logits"_a.noconvert(), "frequencies"_a, "rotation_factor"_a,
-           "norm_eps"_a, "positions_max"_a, "threads"_a)
+           nb::kw_only(), "embedding"_a, "layers"_a, "final_norm"_a, "head"_a, "tokens"_a.noconvert(),
+           "positions"_a.noconvert(), "query"_a.noconvert(), "next_query"_a.noconvert(), "key"_a.noconvert(),
+           "value"_a.noconvert(), "attention"_a.noconvert(), "logits"_a.noconvert(), "frequencies"_a,
+           "rotation_factor"_a, "norm_eps"_a, "positions_max"_a, "threads"_a)
       .def("embed", &BoundProducts::embed, "rows"_a)
       .def("layer", &BoundProducts::layer, "layer"_a, "rows"_a, "speculate"_a)
       .def("finish", &BoundProducts::finish, "rows"_a);

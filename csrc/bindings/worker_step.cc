@@ -34,7 +34,7 @@ class PythonSelector : public Selector {
   PythonSelector(const RecordMaps& maps, nb::object select, int group, int d)
       : maps_(maps), select_(std::move(select)), group_(group), d_(d) {}
 
-  void select(int layer, int slot, int head, const float* query, const Selection& wanted,
+  void select(int layer, int slot, int head, const float* query, const Selection& wanted, int,
               std::vector<int32_t>& out) override {
     nb::gil_scoped_acquire acquire;
     size_t shape[2] = {size_t(group_), size_t(d_)};
@@ -298,9 +298,9 @@ void bind_step(nb::module_& m) {
   nb::class_<BoundStep>(m, "Step")
       .def(nb::init<nb::object, nb::object, std::optional<Array<const float>>, nb::object, Array<uint8_t>, bool, bool,
                     bool, int, float, int, size_t, float, int, bool, uint64_t>(),
-           "state"_a, "select"_a.none(), "projection"_a.none(), "ring"_a.none(), "window"_a.noconvert(), nb::kw_only(), "reuses"_a,
-           "keeps"_a, "whole"_a, "stamp"_a, "cos_floor"_a, "dtype"_a, "record_bytes"_a, "scale"_a, "threads"_a,
-           "stale_fails"_a, "wait_us"_a)
+           "state"_a, "select"_a.none(), "projection"_a.none(), "ring"_a.none(), "window"_a.noconvert(), nb::kw_only(),
+           "reuses"_a, "keeps"_a, "whole"_a, "stamp"_a, "cos_floor"_a, "dtype"_a, "record_bytes"_a, "scale"_a,
+           "threads"_a, "stale_fails"_a, "wait_us"_a)
       .def("extend", &BoundStep::extend, "slot"_a, "first"_a, "order"_a, "codes"_a.none())
       .def("clear", &BoundStep::clear, "slot"_a)
       .def("begin", &BoundStep::begin, "slots"_a.noconvert(), "positions"_a.noconvert(), "rows"_a, "step"_a)
@@ -310,7 +310,6 @@ void bind_step(nb::module_& m) {
       .def("arrive", &BoundStep::arrive, "layer"_a, "key"_a.noconvert(), "value"_a.noconvert())
       .def("append", &BoundStep::append, "layer"_a, "key"_a.noconvert(), "value"_a.noconvert())
       .def("await_ticket", &BoundStep::await, "layer"_a)
-      .def("attend", &BoundStep::attend, "layer"_a, "query"_a.noconvert(), "out"_a.noconvert(),
-           "lse"_a.noconvert())
+      .def("attend", &BoundStep::attend, "layer"_a, "query"_a.noconvert(), "out"_a.noconvert(), "lse"_a.noconvert())
       .def("settle", &BoundStep::settle, "timeout_us"_a);
 }

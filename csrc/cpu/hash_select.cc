@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cpu/level.h"
+#include "cpu/pool.h"
 #include "cpu/query.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross a function that is not inlined
@@ -209,19 +210,41 @@ int32_t tie_token(const PackCodes& pack, const uint16_t* distance, uint16_t limi
   return tokens[ties];
 }
 
+// Some packs in a row, which one thread looks at. `distance` is of their records, later of their units.
+struct Part {
+  const PackCodes* packs;
+  size_t pack_count;
+  uint16_t* distance;
+  size_t count;  // of distances
+  size_t ties;   // how many at the threshold it may take
+  std::vector<uint32_t> counts;
+  std::vector<uint16_t> tokens;
+  std::vector<int32_t> chosen;
+};
+
 // Records, ties to the lower token: packs come in the order of their tokens, and a tie is settled within one pack.
-void collect_records(const std::vector<PackCodes>& packs, size_t pack_count, const uint16_t* distance, Threshold limit,
-                     std::vector<uint16_t>& tokens, std::vector<int32_t>& out) {
+void collect_records(Part& part, uint16_t limit, size_t ties) {
   const auto compare32 = compare();
-  for (size_t p = 0; p < pack_count; distance += packs[p++].count) {
-    const PackCodes& pack = packs[p];
-    const int32_t tied_below = tie_token(pack, distance, limit.distance, limit.ties, compare32, tokens);
-    collect(distance, pack.count, limit.distance, compare32, [&](size_t i, bool tied) {
+  const uint16_t* distance = part.distance;
+  for (size_t p = 0; p < part.pack_count; distance += part.packs[p++].count) {
+    const PackCodes& pack = part.packs[p];
+    const int32_t tied_below = tie_token(pack, distance, limit, ties, compare32, part.tokens);
+    collect(distance, pack.count, limit, compare32, [&](size_t i, bool tied) {
       if (tied && pack.map[i] >= tied_below) return;
-      limit.ties -= tied;
-      out.push_back(pack.first + static_cast<int32_t>(i));
+      ties -= tied;
+      part.chosen.push_back(pack.first + static_cast<int32_t>(i));
     });
   }
+}
+
+// Units, ties to the lower id.
+void collect_units(Part& part, uint16_t limit, size_t ties, int unit) {
+  const int32_t first = part.packs[0].first / unit;
+  collect(part.distance, part.count, limit, compare(), [&](size_t i, bool tied) {
+    if (tied && ties == 0) return;
+    ties -= tied;
+    part.chosen.push_back(first + static_cast<int32_t>(i));
+  });
 }
 
 // Each unit's least distance, in place; returns how many units there are.
@@ -232,38 +255,76 @@ size_t reduce_units(uint16_t* distance, size_t n, int unit) {
 }
 
 struct Scratch {
-  std::vector<uint16_t> distance, tokens;
-  std::vector<uint32_t> counts;
+  std::vector<uint16_t> distance;
+  std::vector<Part> parts;
 };
+
+constexpr size_t kPartRecordsMin = 16384;  // a thread's share below which waking it costs more than it brings
+
+// Cuts packs into parts of about equal size, as many as threads at most.
+size_t split(const std::vector<PackCodes>& packs, size_t pack_count, size_t records, int threads, Scratch& s) {
+  const size_t wanted = std::clamp<size_t>(records / kPartRecordsMin, 1, threads);
+  if (s.parts.size() < wanted) s.parts.resize(wanted);
+  s.distance.resize(records + 32);  // comparisons read whole vectors
+  size_t count = 0, p = 0, at = 0;
+  while (p < pack_count) {
+    Part& part = s.parts[count++];
+    part.packs = &packs[p];
+    part.pack_count = part.count = 0;
+    part.distance = s.distance.data() + at;
+    while (p < pack_count && (at < records * count / wanted || count == wanted)) {
+      part.count += packs[p].count;
+      at += packs[p++].count;
+      ++part.pack_count;
+    }
+  }
+  return count;
+}
+
+void measure_part(const HashPlanes& planes, const Selection& wanted, Part& part) {
+  const Distances measure = kernel(planes.count);
+  uint16_t* distance = part.distance;
+  for (size_t p = 0; p < part.pack_count; distance += part.packs[p++].count) {
+    measure(planes, part.packs[p].codes, part.packs[p].count, distance);
+    exclude(part.packs[p], wanted.low, wanted.high, distance);
+  }
+  if (wanted.unit > 1) part.count = reduce_units(part.distance, part.count, wanted.unit);
+  count_distances(part.distance, part.count, planes.most, part.counts);
+}
 
 }  // namespace
 
 void hash_select(const uint64_t* query_codes, int group, const std::vector<PackCodes>& packs, const Selection& wanted,
-                 std::vector<int32_t>& out) {
+                 int threads, std::vector<int32_t>& out) {
   if (group < 1 || group > kHashGroupMax) throw std::invalid_argument("hash_select: 1 to 128 query heads per KV head");
-  static thread_local Scratch s;
+  static thread_local Scratch scratch;
+  Scratch& s = scratch;  // pool threads must see the caller's
   const HashPlanes planes = fold_codes(query_codes, group);
-  const Distances measure = kernel(planes.count);
-  size_t pack_count = 0, n = 0;
-  while (pack_count < packs.size() && packs[pack_count].first < wanted.high) n += packs[pack_count++].count;
-  s.distance.resize(n + 32);  // comparisons read whole vectors
-  for (size_t p = 0, at = 0; p < pack_count; at += packs[p++].count) {
-    measure(planes, packs[p].codes, packs[p].count, s.distance.data() + at);
-    exclude(packs[p], wanted.low, wanted.high, s.distance.data() + at);
-  }
+  size_t pack_count = 0, records = 0;
+  while (pack_count < packs.size() && packs[pack_count].first < wanted.high) records += packs[pack_count++].count;
   out.clear();
-  if (wanted.unit > 1) n = reduce_units(s.distance.data(), n, wanted.unit);
-  count_distances(s.distance.data(), n, planes.most, s.counts);
-  Threshold limit = threshold(s.counts, static_cast<size_t>(wanted.k));
-  if (wanted.unit == 1) {
-    collect_records(packs, pack_count, s.distance.data(), limit, s.tokens, out);
-    return;
+  if (records == 0) return;
+  const size_t parts = split(packs, pack_count, records, threads, s);
+  const auto each = [&](auto task) { run_tasks(static_cast<int>(parts), threads, [&](int i) { task(s.parts[i]); }); };
+  each([&](Part& part) { measure_part(planes, wanted, part); });
+  for (size_t i = 1; i < parts; ++i) {
+    for (size_t b = 0; b < s.parts[0].counts.size(); ++b) s.parts[0].counts[b] += s.parts[i].counts[b];
   }
-  collect(s.distance.data(), n, limit.distance, compare(), [&](size_t i, bool tied) {
-    if (tied && limit.ties == 0) return;
-    limit.ties -= tied;
-    out.push_back(static_cast<int32_t>(i));
+  const Threshold limit = threshold(s.parts[0].counts, static_cast<size_t>(wanted.k));
+  size_t ties = limit.ties;
+  for (size_t i = 0; i < parts; ++i) {
+    Part& part = s.parts[i];
+    part.ties = ties;
+    if (i + 1 < parts) ties -= std::min(ties, count_equal(part.distance, part.count, limit.distance, compare()));
+  }
+  each([&](Part& part) {
+    part.chosen.clear();
+    if (wanted.unit == 1)
+      collect_records(part, limit.distance, part.ties);
+    else
+      collect_units(part, limit.distance, part.ties, wanted.unit);
   });
+  for (size_t i = 0; i < parts; ++i) out.insert(out.end(), s.parts[i].chosen.begin(), s.parts[i].chosen.end());
 }
 
 }  // namespace headgate

@@ -19,7 +19,7 @@ class HashSelector : public Selector {
   void extend(int slot, const uint64_t* codes) { codes_[slot].push_back(codes); }
   void clear(int slot) { codes_[slot].clear(); }
 
-  void select(int layer, int slot, int head, const float* query, const Selection& wanted,
+  void select(int layer, int slot, int head, const float* query, const Selection& wanted, int threads,
               std::vector<int32_t>& out) override {
     static thread_local std::vector<uint64_t> query_codes;
     static thread_local std::vector<PackCodes> packs;
@@ -32,7 +32,7 @@ class HashSelector : public Selector {
       packs.push_back({codes_[slot][p] + lane * pack.tokens * kHashWords, maps_.order(pack, layer, head),
                        size_t(pack.tokens), pack.first});
     }
-    hash_select(query_codes.data(), group_, packs, wanted, out);
+    hash_select(query_codes.data(), group_, packs, wanted, threads, out);
   }
   bool parallel() const override { return true; }
 

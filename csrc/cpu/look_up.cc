@@ -248,7 +248,7 @@ bool LookUp::misses(int layer, int slot, int head, int32_t position, const float
   return !hit;
 }
 
-void LookUp::choose(int layer, const Rows& rows, const float* query, QueryKind kind, Wish& wish,
+void LookUp::choose(int layer, const Rows& rows, const float* query, QueryKind kind, int threads, Wish& wish,
                     std::vector<Pair>& pairs) {
   static thread_local Scratch scratch;
   const HeadState::Shape& shape = state_.shape;
@@ -257,7 +257,7 @@ void LookUp::choose(int layer, const Rows& rows, const float* query, QueryKind k
   scratch.wanted.clear();
   pairs.clear();
   if (limit > shape.sink)
-    selector_.select(layer, wish.slot, wish.head, query, {shape.sink, limit, state_.selected[at], shape.unit},
+    selector_.select(layer, wish.slot, wish.head, query, {shape.sink, limit, state_.selected[at], shape.unit}, threads,
                      scratch.wanted);
   Lane lane(state_, rules_.cache, layer, wish, scratch);
   wish.has_old_set = lane.now.label_kind != static_cast<int8_t>(QueryKind::kNone);
@@ -292,8 +292,12 @@ void LookUp::plan(int layer, const Rows& rows, const float* query, QueryKind kin
     }
   }
   if (pairs_.size() < wishes_.size()) pairs_.resize(wishes_.size());
-  run_or_throw(static_cast<int>(wishes_.size()), selector_.parallel() ? rules_.threads : 1,
-               [&](int i) { choose(layer, rows, query_of(wishes_[i]), kind, wishes_[i], pairs_[i]); });
+  // As many heads at a time as there are threads, or all threads for one head after the other.
+  const int threads = selector_.parallel() ? rules_.threads : 1;
+  const bool side_by_side = static_cast<int>(wishes_.size()) >= threads;
+  run_or_throw(static_cast<int>(wishes_.size()), side_by_side ? threads : 1, [&](int i) {
+    choose(layer, rows, query_of(wishes_[i]), kind, side_by_side ? 1 : threads, wishes_[i], pairs_[i]);
+  });
   out.runs.clear();
   out.pairs.clear();
   out.wishes.clear();

@@ -62,7 +62,8 @@ class LookUp {
 
  private:
   bool misses(int layer, int slot, int head, int32_t position, const float* query, QueryKind kind);
-  void choose(int layer, const Rows& rows, const float* query, QueryKind kind, Wish& wish, std::vector<Pair>& pairs);
+  void choose(int layer, const Rows& rows, const float* query, QueryKind kind, int threads, Wish& wish,
+              std::vector<Pair>& pairs);
 
   HeadState& state_;
   const RecordMaps& maps_;

@@ -28,6 +28,6 @@ struct PackCodes {
 // the lower token, of units to the lower id. Packs come in ascending order, without a gap from record 0, in whole
 // units.
 void hash_select(const uint64_t* query_codes, int group, const std::vector<PackCodes>& packs, const Selection& wanted,
-                 std::vector<int32_t>& out);
+                 int threads, std::vector<int32_t>& out);
 
 }  // namespace headgate

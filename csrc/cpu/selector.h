@@ -17,8 +17,8 @@ class Selector {
   virtual ~Selector() = default;
 
   // The ids of the best k units for query [group][d] of one head, ascending; fewer if there are fewer. Called by
-  // several threads at a time, for different heads, if `parallel`.
-  virtual void select(int layer, int slot, int head, const float* query, const Selection& wanted,
+  // several threads at a time, for different heads, if `parallel`; each then brings one thread.
+  virtual void select(int layer, int slot, int head, const float* query, const Selection& wanted, int threads,
                       std::vector<int32_t>& out) = 0;
   virtual bool parallel() const = 0;
 };

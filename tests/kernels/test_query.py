@@ -90,6 +90,22 @@ def random_packs(rng, count, alike):
     return codes, maps, sum(sizes)
 
 
+@pytest.mark.parametrize("unit", [1, 8])
+def test_hash_select_does_not_depend_on_threads(rng, unit):
+    """Long enough for parts of several threads; few different codes, so that ties cross them."""
+    sizes = [1024] * 60 + [256]
+    kinds = rng.integers(0, 2**64, (40, 4), dtype=np.uint64)
+    codes = [kinds[rng.integers(0, len(kinds), size)] for size in sizes]
+    maps = [rng.permutation(size).astype(np.uint16) for size in sizes]
+    query = rng.integers(0, 2**64, (4, 4), dtype=np.uint64)
+    for high in (sum(sizes), 40_000, 1025):
+        for k in (1, 700, 7000):
+            alone = _native.hash_select(query, codes, maps, 4, high, k, unit)
+            np.testing.assert_array_equal(alone, select_reference(query, codes, maps, 4, high, k, unit))
+            for threads in (2, 3, 7):
+                np.testing.assert_array_equal(_native.hash_select(query, codes, maps, 4, high, k, unit, threads), alone)
+
+
 @pytest.mark.parametrize("unit", [1, 8, 32])
 @pytest.mark.parametrize("alike", [False, True], ids=["random", "ties"])
 def test_hash_select_equals_numpy(level, rng, alike, unit):

@@ -1,5 +1,6 @@
 """SIGKILL of workers in every state of ring, slot and upload: what they held comes back, and nobody else notices."""
 
+import contextlib
 import random
 import time
 from collections.abc import Iterator
@@ -33,7 +34,10 @@ class Books:
         names = ("workers", "sessions", "bound_slots", "rings", "uploads_open", "uploads_reserved")
         maps = Path(f"/proc/{self._daemon.pid}/maps").read_text().splitlines()
         spans = [line.split()[0].split("-") for line in maps if "/memfd:" in line]
-        files = [path.stat().st_size for path in (self._daemon.data_dir / "packs").iterdir()]
+        files = []
+        for path in (self._daemon.data_dir / "packs").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the daemon removes what a dead worker began
+                files.append(path.stat().st_size)
         return {
             **{name: counters[name] for name in names},
             "shared_bytes": sum(int(end, 16) - int(start, 16) for start, end in spans),

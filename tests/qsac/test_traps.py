@@ -1,8 +1,12 @@
 """One named test for each way in which query-similarity caches have gone wrong."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
+from decode_worker.engine.step import DecodeLoop
 from decode_worker.policy.plan import QueryKind
 
 from .pretend import ERROR, HEAD_DIM, OK, Bench, RandomRetriever, settings
@@ -312,3 +316,74 @@ def test_row_without_a_slot_takes_no_part(kernels, rng):
     lookups = bench.policy.counters.lookups
     assert bench.plan(LAYER, bench.queries(2)) is None
     assert bench.policy.counters.lookups == lookups
+
+
+def test_a_row_behind_a_fault_looks_nothing_up(bench):
+    """What it computes means nothing: it must not choose sets, nor make labels, that the repeated step could hit."""
+    before = snapshot(bench)
+    begin(bench)
+    counters = bench.policy.counters
+    bench.state.fault[SLOT] = DATA_LOSS
+    assert bench.plan(LAYER, -bench.query[LAYER]) is None
+    assert snapshot(bench) == before
+    assert bench.policy.counters == counters
+
+
+class Wrong(RandomRetriever):
+    ids: tuple[int, ...] = ()
+
+    def select(self, *arguments):
+        return np.array(self.ids, np.int32)
+
+
+@pytest.mark.parametrize("ids", [(3, 2), (2, 2), (-1, 2), (10, 512)], ids=["unsorted", "twice", "negative", "beyond"])
+def test_ids_that_no_pack_has_are_refused(rng, ids):
+    bench = Bench("cpu", settings(), Wrong(1), rng)
+    bench.bind(SLOT, 512, 600)
+    begin(bench)
+    bench.policy.retriever.ids = ids
+    with pytest.raises(ValueError, match=f"selected {ids[1] if ids[0] >= 0 else ids[0]} behind"):
+        bench.plan(LAYER, bench.queries(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_host_process_may_have_another_default_dtype(rng, dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        bench = Bench("cpu", settings(), RandomRetriever(1), rng)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert bench.state.label.dtype == torch.float32
+    bench.bind(SLOT, 512, 600)
+    query = np.stack([bench.queries(1)] * 3)
+    bench.step(query)
+    bench.step(query)
+    assert bench.policy.counters.hits == bench.policy.counters.lookups > 0
+
+
+def test_what_a_prompt_selected_by_is_speculative_under_every_setting(rng):
+    """They are made from the layer before's input, but for layer 0's."""
+    bench = Bench("cpu", settings(speculative=False), RandomRetriever(7), rng)
+    bench.bind(SLOT, 512, 600)
+    kinds = []
+
+    class Carried:
+        """Kernels whose tickets the bench carries out."""
+
+        def __getattr__(self, name):
+            return getattr(bench.kernels, name)
+
+        def begin(self, rows, step):
+            begin(bench)
+
+        def look_up(self, layer, query, kind):
+            kinds.append((layer, kind))
+            bench.kernels.commit(layer, bench.serve(bench.kernels.plan(layer, query, kind), 0.0))
+
+        def await_ticket(self, layer):
+            pass
+
+    products = SimpleNamespace(query=torch.empty(2, 4, HEAD_DIM))
+    loop = DecodeLoop(bench.policy, products, SimpleNamespace(wait_us=1000), Carried())
+    loop.seed(SLOT, 600, list(torch.from_numpy(bench.queries(3))))
+    assert kinds == [(1, QueryKind.SPECULATIVE), (2, QueryKind.SPECULATIVE)]

@@ -326,5 +326,6 @@ def test_help_shows_default_and_range_of_every_flag(command: list[str], capsys: 
         cli.main([*command[1:], "--help"])
     assert ended.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("default: 0.1", "from -1 to 1", "exact or hash", "at least 64KiB", "qsac, litecache, infinigen, lru or full", "from 1 to"):
+    policies = "qsac, litecache, infinigen, lru or full"
+    for words in ("default: 0.1", "from -1 to 1", "exact or hash", "at least 64KiB", policies, "from 1 to"):
         assert words in shown, words

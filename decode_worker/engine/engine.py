@@ -292,13 +292,14 @@ class Engine:
         faults: list[Exception | None] = [self._unready(session) for session in sessions]
         faults = [fault or unsealed for fault, unsealed in zip(faults, self._sealer.advance(sessions), strict=True)]
         ready = [i for i, fault in enumerate(faults) if fault is None]
-        logits = torch.zeros(len(sessions), self.model.config.vocab)
-        if ready:
-            slots, positions = ([sessions[i].slot for i in ready], [sessions[i].position for i in ready])
-            computed, found = self.loop.step(slots, [tokens[i] for i in ready], positions)
-            logits[ready] = computed
-            for i, fault in zip(ready, found, strict=True):
-                faults[i] = fault
+        if not ready:
+            return torch.zeros(len(sessions), self.model.config.vocab), faults
+        slots, positions = ([sessions[i].slot for i in ready], [sessions[i].position for i in ready])
+        logits, found = self.loop.step(slots, [tokens[i] for i in ready], positions)
+        for i, fault in zip(ready, found, strict=True):
+            faults[i] = fault
+        if len(ready) < len(sessions):
+            logits = torch.zeros(len(sessions), logits.shape[1]).index_copy_(0, torch.tensor(ready), logits)
         return logits, faults
 
     def _unready(self, session: Session) -> StoreError | None:

@@ -196,12 +196,16 @@ class PackWriter:
                 raise LeftAlone(len(given_up), compete=False)
 
     def seal(self, session_id: str, draft: PackDraft) -> IndexedPack:
-        """Commits a draft of the session's oldest tail tokens and appends it to the bound session."""
+        """Commits a draft of the session's oldest tail tokens, appends it to the bound session, publishes its index."""
         if draft.reserved.upload_id is None:
             ref = self._client.seal_existing(session_id, draft.reserved.pack)
         else:
             ref = self._client.seal_tail(session_id, draft.reserved.upload_id)
-        return draft.known or self._committed(draft, CommittedPack(ref, exists=ref.build != draft.reserved.pack.build))
+        if draft.known is not None:
+            return draft.known
+        pack = self._committed(draft, CommittedPack(ref, exists=ref.build != draft.reserved.pack.build))
+        self._catalogue.publish([pack])
+        return pack
 
     def _committed(self, draft: PackDraft, result: CommittedPack | None) -> IndexedPack:
         """The indexed pack of a draft; `result` is None for one that was stored already, or by another worker."""

@@ -18,7 +18,7 @@ from decode_worker.engine.prefix import token_digest
 from decode_worker.engine.session import Session
 from decode_worker.failures import is_lost
 from decode_worker.pack_writer import PackDraft, PackWriter
-from decode_worker.packs import IndexedPack, PackCatalogue
+from decode_worker.packs import IndexedPack
 from decode_worker.policy.base import Policy
 from decode_worker.policy.settings import SEAL_TOKENS, STAGGER
 from decode_worker.records import RecordFormat
@@ -41,7 +41,6 @@ class Sealer:
         policy: Policy,
         transport: Transport,
         writer: PackWriter,
-        catalogue: PackCatalogue,
         caller: Caller,
         *,
         computing: bytes,
@@ -51,14 +50,12 @@ class Sealer:
         self._policy = policy
         self._transport = transport
         self._writer = writer
-        self._catalogue = catalogue
         self._caller = caller
         self._computing = computing
         self._slot_bytes = slot_bytes
         settings = policy.settings
         # A tail of the least size is full STAGGER steps after its seal is due.
         self._steps = min(SEAL_STEPS, settings.tail - settings.recent - SEAL_TOKENS - STAGGER)
-        self._publishing: list[Work[None]] = []
         self._turn = 0
         self._left_s = time.monotonic()
 
@@ -79,7 +76,6 @@ class Sealer:
                 if is_lost(error):
                     raise
                 faults[row] = error
-        self._publishing = [work for work in self._publishing if not work.advance()]
         self._left_s = time.monotonic()
         return faults
 
@@ -127,7 +123,6 @@ class Sealer:
         session.sealing = None
         session.packs.append(sealing.result)
         self._policy.extend(session.slot, sealing.result)
-        self._publishing.append(Work(self._caller.call(self._catalogue.publish, [sealing.result])))
 
     def _seal(self, session: Session) -> Pieces[IndexedPack]:
         """The pack of the oldest tail tokens, once it is durable. Their places are not used again before N grows."""

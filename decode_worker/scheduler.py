@@ -253,15 +253,14 @@ class Scheduler(Generic[Session]):
                     generation.work.wait(PIECES_S)
                 return
             generation.session, logits = generation.work.result
+            generation.work, generation.prefilled_s = None, time.monotonic()
+            self._prompts.remove(generation)
+            self._running.append(generation)
+            self._take(generation, logits)
         except BaseException as error:
             self._fail(generation, error)
             if not isinstance(error, Exception):
                 raise
-            return
-        generation.work, generation.prefilled_s = None, time.monotonic()
-        self._prompts.remove(generation)
-        self._running.append(generation)
-        self._take(generation, logits)
 
     def _most_urgent(self) -> Generation[Session] | None:
         """Of those that wait for the store the first one, if nobody else has anything to do."""
@@ -276,30 +275,35 @@ class Scheduler(Generic[Session]):
     # --- a step ---
 
     def _step(self) -> None:
-        running = list(self._running)
-        if not running:
+        untaken = deque(self._running)
+        if not untaken:
             return
         try:
-            rows, faults = self._engine.advance([_session(g) for g in running], [g.last for g in running])
+            rows, faults = self._engine.advance([_session(g) for g in untaken], [g.last for g in untaken])
+            for logits, fault in zip(rows, faults, strict=True):
+                if fault is None:
+                    self._take(untaken[0], logits)
+                else:
+                    self._fail(untaken[0], fault)
+                untaken.popleft()
         except BaseException as error:
-            self._fail_all(running, error)
+            # Their sessions may have the token of this step: another step with it would feed it twice.
+            for generation in untaken:
+                self._fail(generation, error)
             if not isinstance(error, Exception):
                 raise
-            return
-        for generation, logits, fault in zip(running, rows, faults, strict=True):
-            if fault is None:
-                self._take(generation, logits)
-            else:
-                self._fail(generation, fault)
 
     def _take(self, generation: Generation[Session], logits: torch.Tensor) -> None:
-        """Chooses the next token, float32 logits [vocab], and says what of it can be shown."""
-        request = generation.request
+        """Chooses the next token, float32 logits [vocab], and says what of it can be shown; what it raises is this
+        generation's alone."""
         try:
-            token = int(generation.sampler.next(logits[None])[0])
-        except ValueError as error:
+            self._choose(generation, logits)
+        except Exception as error:
             self._fail(generation, error)
-            return
+
+    def _choose(self, generation: Generation[Session], logits: torch.Tensor) -> None:
+        request = generation.request
+        token = int(generation.sampler.next(logits[None])[0])
         if token in request.stop_ids:
             self._end(generation, Finish.STOP)
             return
@@ -314,11 +318,9 @@ class Scheduler(Generic[Session]):
 
     # --- ends ---
 
-    def _fail_all(self, running: Sequence[Generation[Session]], error: BaseException) -> None:
-        for generation in running:
-            self._fail(generation, error)
-
     def _fail(self, generation: Generation[Session], error: BaseException) -> None:
+        if generation.finish is not None:
+            return
         generation.error = error if isinstance(error, Exception) else RuntimeError("generation was interrupted")
         self._end(generation, Finish.FAILED, error)
 

@@ -398,6 +398,30 @@ def test_an_interrupted_step_is_an_error_for_all_that_took_part() -> None:
     assert engine.free_slots == 2
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no such token")], ids=["interrupt", "error"])
+def test_no_token_is_fed_twice_when_taking_one_is_cut_short(error: BaseException) -> None:
+    class Cut(Words):
+        pushed = 0
+
+        def push(self, token: int) -> str:
+            Cut.pushed += 1
+            if Cut.pushed == 7:
+                raise error
+            return super().push(token)
+
+    scheduler = Scheduler(Pretended(), Cut, Turns())
+    made = [scheduler.submit(Request([first], 10)) for first in (1, 2, 3)]
+    with pytest.raises(type(error)):
+        for _ in scheduler.stream(made[0]):
+            pass
+    run_out(scheduler)
+    for generation in made:
+        got, expected = tokens_of(generation), alone(generation.request)
+        assert got == expected[: len(got)]
+        assert (generation.error is None) == (got == expected)
+    assert [g.error is None for g in made].count(True) == (2 if isinstance(error, Exception) else 0)
+
+
 def test_keys_name_generations() -> None:
     scheduler = scheduler_of(Pretended(slots=1))
     made = [scheduler.submit(Request([1], 4, key=key)) for key in ("a", "", "b", "")]

@@ -143,6 +143,7 @@ class Generation(Generic[Session]):
     submitted_s: float = field(default_factory=time.monotonic)
     begun_s: float | None = None
     prefilled_s: float | None = None
+    ending: tuple[Finish, BaseException | None] | None = None  # asked for within a piece of its own prompt
     finish: Finish | None = None
     error: Exception | None = None
 
@@ -159,6 +160,7 @@ class Scheduler(Generic[Session]):
         self._arrivals = itertools.count()
         self._prompts: list[Generation[Session]] = []  # whose prefill has not ended, the most urgent first
         self._running: list[Generation[Session]] = []
+        self._in_piece: Generation[Session] | None = None  # whose prompt is being computed at the moment
 
     @property
     def busy(self) -> bool:
@@ -248,12 +250,21 @@ class Scheduler(Generic[Session]):
             if generation.work is None:
                 generation.begun_s = time.monotonic()
                 generation.work = self._engine.begin(request.prompt, generation.progress, request.new_tokens)
-            if not generation.work.advance(PIECES_S):
-                if not self._running:
-                    generation.work.wait(PIECES_S)
+            work, self._in_piece = generation.work, generation
+            try:
+                computed = work.advance(PIECES_S)
+            finally:
+                self._in_piece = None
+            if computed:
+                generation.session, logits = work.result
+                generation.work, generation.prefilled_s = None, time.monotonic()
+            if generation.ending is not None:
+                self._end(generation, *generation.ending)
                 return
-            generation.session, logits = generation.work.result
-            generation.work, generation.prefilled_s = None, time.monotonic()
+            if not computed:
+                if not self._running:
+                    work.wait(PIECES_S)
+                return
             self._prompts.remove(generation)
             self._running.append(generation)
             self._take(generation, logits)
@@ -325,7 +336,12 @@ class Scheduler(Generic[Session]):
         self._end(generation, Finish.FAILED, error)
 
     def _end(self, generation: Generation[Session], finish: Finish, error: BaseException | None = None) -> None:
-        """Frees the slot. What the store says to that is the generation's error, unless it has a better one."""
+        """Frees the slot. What the store says to that is the generation's error, unless it has a better one.
+
+        Asked for by the prompt's own `progress`, it comes behind the piece: none is given up from within."""
+        if generation is self._in_piece:
+            generation.ending = generation.ending or (finish, error)
+            return
         self._running = [other for other in self._running if other is not generation]
         self._prompts = [other for other in self._prompts if other is not generation]
         (session, generation.session), (work, generation.work) = (generation.session, None), (generation.work, None)

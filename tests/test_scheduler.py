@@ -83,16 +83,18 @@ class Pretended:
     def begin(self, ids: Sequence[int], progress: Progress | None, growth: int) -> Work[tuple[Seat, torch.Tensor]]:
         if not ids:
             raise ValueError("the prompt is empty")
-        return Work(self._pieces(list(ids)))
+        return Work(self._pieces(list(ids), progress))
 
-    def _pieces(self, ids: list[int]) -> Pieces[tuple[Seat, torch.Tensor]]:
+    def _pieces(self, ids: list[int], progress: Progress | None) -> Pieces[tuple[Seat, torch.Tensor]]:
         if not self.free_slots:
             raise StoreError("RESOURCE_EXHAUSTED", "no slot")
         self.admitted.append(ids)
         self.seats.append(seat := Seat(list(ids)))
         try:
-            for token in ids:
+            for done, token in enumerate(ids, 1):
                 self.log.append(f"prompt {token}")
+                if progress is not None:
+                    progress(done, len(ids))
                 time.sleep(self.piece_s)
                 yield self.waits.get(token)
         except BaseException:
@@ -266,6 +268,25 @@ def test_a_prompt_that_is_cancelled_gives_its_slot_back_at_once(piecemeal: None)
     run_out(scheduler)
     assert engine.log[:2] == ["prompt 1", "prompt 4"]
     assert (cancelled.finish, tokens_of(next_one)) == (Finish.CANCELLED, alone(next_one.request))
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("pieces_s", [0.0, 60.0])
+def test_a_prompt_that_its_own_progress_cancels_gives_its_slot_back(
+    monkeypatch: pytest.MonkeyPatch, at: int, pieces_s: float
+) -> None:
+    monkeypatch.setattr(scheduler_module, "PIECES_S", pieces_s)
+    engine = Pretended(slots=1)
+    scheduler = scheduler_of(engine)
+
+    def progress(done: int, total: int) -> None:
+        if done == at:
+            scheduler.cancel_key("mine")
+
+    generation = scheduler.submit(Request([1, 2, 3], 5, key="mine"), progress)
+    assert [piece.finish for piece in scheduler.stream(generation)] == [Finish.CANCELLED]
+    assert (engine.free_slots, scheduler.busy) == (1, False)
+    assert len(tokens_in(scheduler.stream(scheduler.submit(Request([4], 5))))) == 5
 
 
 def test_the_last_piece_says_what_the_text_took() -> None:

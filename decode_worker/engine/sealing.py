@@ -126,6 +126,21 @@ class Sealer:
 
     def _seal(self, session: Session) -> Pieces[IndexedPack]:
         """The pack of the oldest tail tokens, once it is durable. Their places are not used again before N grows."""
+        draft = session.sealed or (yield from self._draft(session))
+        try:
+            if draft.sealed is None:
+                yield from self._store(session, draft)
+            pack = yield from self._caller.call(self._writer.seal, session.session_id, draft)
+        except BaseException as error:
+            if draft.sealed is None:
+                self._writer.abort([draft], error)
+            else:
+                session.sealed = draft
+            raise
+        session.sealed = None
+        return pack
+
+    def _draft(self, session: Session) -> Pieces[PackDraft]:
         first = session.stored
         ids = session.tokens[first : first + HASH_BLOCK_TOKENS]
         parent = session.packs[-1].ref.pack_id if session.packs else NO_PARENT
@@ -133,14 +148,12 @@ class Sealer:
         (draft,) = yield from self._caller.call(
             self._writer.reserve, session.session_id, [reservation], True, undo=self._writer.abort
         )
-        try:
-            yield from self._store(session, draft, np.arange(first, first + len(ids)))
-            return (yield from self._caller.call(self._writer.seal, session.session_id, draft))
-        except BaseException as error:
-            self._writer.abort([draft], error)
-            raise
+        return draft
 
-    def _store(self, session: Session, draft: PackDraft, tokens: NDArray[np.int64]) -> Pieces[None]:
+    def _store(self, session: Session, draft: PackDraft) -> Pieces[None]:
+        if draft.known is not None:
+            return
+        tokens = np.arange(session.stored, session.stored + HASH_BLOCK_TOKENS)
         for layer in range(session.geometry.layers):
             keys, values = self._tail(session, layer, tokens)
             yield from self._writer.store(draft, layer, keys, values, torch.zeros(keys.shape[1], len(tokens)))

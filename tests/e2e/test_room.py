@@ -1,7 +1,7 @@
 """A store that has no room, or drains, at a seal: the session goes on until its tail is full, and then says so."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -117,3 +117,26 @@ def test_a_tail_is_sealed_with_its_index(engine: EngineFactory) -> None:
     other = engine(**SETTINGS)
     assert other.catalogue.find(sealed.ref) is not None
     assert other.attach(conversation)[0].stored == 768
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("error", [FULL, FULL_FOR_LONG], ids=["soon", "when it is full"])
+def test_what_fails_behind_a_seal_is_done_later_and_the_seal_is_not(engine: EngineFactory, error: StoreError) -> None:
+    """As when another writer's pack won, and the store refuses its map at first."""
+    ids = random_ids(TAIL_FULL + 1, 66)
+    worker = engine(**SETTINGS)
+    session, _ = worker.prefill(ids[:PROMPT])
+    commit, refused = worker._writer._committed, [1]
+
+    def refuse(*arguments: Any) -> Any:
+        if refused and refused.pop():
+            raise error
+        return commit(*arguments)
+
+    worker._writer._committed = refuse  # type: ignore[method-assign]
+    for token in ids[PROMPT:]:
+        worker.step([session], [token])
+        if session.sealing is not None:
+            with suppress(StoreError):
+                session.sealing.finish()
+    assert (session.stored, refused) == (768, [])

@@ -122,7 +122,8 @@ class Worker:
             session = self._engine.prefill(ids)[0] if stored else self._engine.compute_only(ids)
             seconds = time.monotonic() - started
             if isinstance(session, Session):
-                self._engine.close_session(session)
+                with self._closing(session):
+                    pass
         return len(ids) / seconds
 
     def answer(
@@ -207,10 +208,10 @@ class Worker:
         """Closes the session; an error under way matters more than one of the closing."""
         try:
             yield
+            self._engine.close_session(session)
         except BaseException as error:
             self._engine.give_up(session, error)
             raise
-        self._engine.close_session(session)
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:

@@ -188,3 +188,24 @@ def test_another_model_or_computation_is_not_the_loaded_one(
     worker.reconfigure(**changes)
     with joined(daemon, checkpoint, **changes) as engine:
         assert torch.equal(worker._engine.compute_only(ids), engine.compute_only(ids))
+
+
+@pytest.mark.timeout(120)
+def test_a_session_that_is_not_closed_at_once_costs_no_slot(worker: Worker) -> None:
+    document, question = random_ids(600, 1), random_ids(3, 2)
+    client = worker._engine.client
+    close, refused = client.close_session, []
+
+    def refuse_once(*arguments: Any, **named: Any) -> None:
+        if not refused:
+            refused.append(arguments)
+            raise StoreError("RESOURCE_EXHAUSTED", "too busy", 0.01)
+        close(*arguments, **named)
+
+    client.close_session = refuse_once  # type: ignore[method-assign]
+    for ask in (lambda: worker.answer(document, question, 3), lambda: worker.prefill_speed(document, stored=True)):
+        refused.clear()
+        with pytest.raises(StoreError, match="too busy"):
+            ask()
+        assert worker._engine.free_slots == SLOTS
+        ask()

@@ -183,12 +183,14 @@ class Scheduler(Generic[Session]):
     def stream(self, generation: Generation[Session]) -> Iterator[Piece]:
         """The pieces of one generation as they come; its own error is raised behind them.
 
-        A stream that is closed or interrupted cancels its generation."""
+        A stream that is closed or interrupted cancels its generation, without a wait: the collector may be who closes
+        it."""
         try:
             while self._await_piece(generation):
                 yield generation.pieces.popleft()
         except BaseException as error:
-            self.cancel(generation, None if isinstance(error, GeneratorExit) else error)
+            reason = None if isinstance(error, GeneratorExit) else error
+            self._lock.leave(lambda: self.cancel(generation, reason))
             raise
         if generation.error is not None:
             raise generation.error

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -335,6 +336,75 @@ def test_who_asks_again_and_again_comes_behind_who_waits() -> None:
     done.set()
     thread.join(30.0)
     assert not turns.acquire(unless=lambda: True)
+
+
+@pytest.mark.parametrize("at", ["queue", "lock"])
+def test_a_dropped_stream_that_the_collector_closes_stops_nobody(at: str) -> None:
+    """It runs in any thread at any moment: in one that stands in the queue, or amid a step."""
+    turns = Turns()
+    engine = Pretended()
+    scheduler = Scheduler(engine, Words, turns)
+    stream = scheduler.stream(scheduler.submit(Request([1], 50)))
+    next(stream)
+    streams, freed, had = [stream], [], []
+    del stream
+
+    def collect() -> bool:
+        if streams:
+            streams.pop().close()  # type: ignore[attr-defined]
+            freed.append(engine.free_slots)
+        return False
+
+    def wait() -> None:
+        if at == "lock":
+            with turns:
+                collect()
+        else:
+            assert turns.acquire(unless=collect)
+            turns.release()
+        had.append("waiter")
+
+    def come() -> None:
+        with turns:
+            had.append("other")
+
+    with turns:
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        while not turns._queue:
+            time.sleep(0.001)
+        other = threading.Thread(target=come, daemon=True)
+        other.start()
+    waiter.join(10.0)
+    other.join(10.0)
+    assert had == ["waiter", "other"]
+    assert freed == [SLOTS - 1], "not while somebody had the engine"
+    assert (engine.free_slots, scheduler.busy) == (SLOTS, False)
+
+
+def test_what_is_left_is_done_under_the_lock_and_at_once_where_it_is_free() -> None:
+    turns, done = Turns(), []
+    turns.leave(lambda: done.append(turns._owner))
+    assert done == [threading.get_ident()]
+    with turns, turns:
+        turns.leave(lambda: done.append("late"))
+        assert len(done) == 1
+    assert done[1:] == ["late"]
+
+
+def test_no_errand_is_lost_between_two_owners() -> None:
+    turns, done = Turns(), []
+
+    def work(number: int) -> None:
+        for _ in range(500):
+            with turns:
+                pass
+            turns.leave(lambda: done.append(number))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8), timeout=60))
+    assert len(done) == 4000
+    assert (turns._owner, len(turns._left)) == (None, 0)
 
 
 def test_an_error_of_one_row_ends_that_row_alone() -> None:

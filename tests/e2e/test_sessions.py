@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -209,3 +209,21 @@ def test_a_session_that_is_not_closed_at_once_costs_no_slot(worker: Worker) -> N
             ask()
         assert worker._engine.free_slots == SLOTS
         ask()
+
+
+@pytest.mark.timeout(60)
+def test_a_closed_worker_says_so_whatever_it_is_asked(worker: Worker) -> None:
+    ids = random_ids(30, 2)
+    worker.close()
+    calls: list[Callable[[], object]] = [
+        lambda: list(worker.generate(Request(ids, 5))),
+        lambda: worker.prefill_document(ids),
+        lambda: worker.prefill_speed(ids, stored=True),
+        lambda: worker.prefill_speed(ids, stored=False),
+        lambda: worker.answer(ids, [3], 2),
+        lambda: worker.reconfigure(policy="full"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="the worker is closed; make another one"):
+            call()
+    worker.close()

@@ -1,6 +1,6 @@
 """Continuous batching: requests join and leave one engine between decode steps, a token of each per step.
 
-Between two steps the most urgent prompt gets a bounded piece of its prefill, so that none holds up those that decode.
+Between two steps the most urgent prompt gets a bounded time of its prefill, so that none holds up those that decode.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ class Scheduler(Generic[Session]):
         return bool(generation.pieces)
 
     def advance(self) -> bool:
-        """Computes a piece of one prompt, then makes one step of all that run. False if there was nothing to do."""
+        """Computes pieces of one prompt for up to PIECES_S, then makes one step of all that run. False if there was
+        nothing to do."""
         with self._lock:
             busy = self.busy
             self._prefill()

@@ -22,6 +22,7 @@ from decode_worker.work import Caller, Pause, Pieces
 from kvstore_service.client import (
     CommittedPack,
     PackImportance,
+    PackRef,
     PackReservation,
     ReservedPack,
     StoreClient,
@@ -55,6 +56,7 @@ class PackDraft:
     orders: list[NDArray[np.uint16]] = field(default_factory=list)  # per layer [H, n]
     index_layers: list[Any] = field(default_factory=list)
     posted: list[Posted] = field(default_factory=list)  # STORE tickets
+    sealed: PackRef | None = None  # what the store has appended to the session
 
 
 class PackWriter:
@@ -196,12 +198,20 @@ class PackWriter:
                 raise LeftAlone(len(given_up), compete=False)
 
     def seal(self, session_id: str, draft: PackDraft) -> IndexedPack:
-        """Commits a draft of the session's oldest tail tokens and appends it to the bound session."""
+        """Commits a draft of the session's oldest tail tokens, appends it to the bound session, publishes its index.
+
+        Called again with a draft that is `sealed` already, it does what was left."""
+        ref = draft.sealed = draft.sealed or self._append(session_id, draft)
+        if draft.known is not None:
+            return draft.known
+        pack = self._committed(draft, CommittedPack(ref, exists=ref.build != draft.reserved.pack.build))
+        self._catalogue.publish([pack])
+        return pack
+
+    def _append(self, session_id: str, draft: PackDraft) -> PackRef:
         if draft.reserved.upload_id is None:
-            ref = self._client.seal_existing(session_id, draft.reserved.pack)
-        else:
-            ref = self._client.seal_tail(session_id, draft.reserved.upload_id)
-        return draft.known or self._committed(draft, CommittedPack(ref, exists=ref.build != draft.reserved.pack.build))
+            return self._client.seal_existing(session_id, draft.reserved.pack)
+        return self._client.seal_tail(session_id, draft.reserved.upload_id)
 
     def _committed(self, draft: PackDraft, result: CommittedPack | None) -> IndexedPack:
         """The indexed pack of a draft; `result` is None for one that was stored already, or by another worker."""

@@ -78,20 +78,22 @@ class PackCatalogue:
     def publish(self, packs: Sequence[IndexedPack]) -> None:
         """Keeps indexed packs, and stores their indexes beside them as far as the store takes them.
 
-        One that it does not take is counted and offered again with the next ones: others can make it themselves."""
+        One that it does not take is counted and offered again with the next ones: others can make it themselves. So
+        none of its answers is an error here; one that is lost answers the caller's next request in the same way."""
         for pack in packs:
             self._remember(pack)
         with self._lock:
             waiting, self._unpublished = [*self._unpublished, *packs], []
         refused = []
-        for pack in waiting:
+        for i, pack in enumerate(waiting):
             try:
                 self._client.put_sidecar(self._sidecar_key(pack.ref), pack.index.save())
             except StoreError as error:
                 if error.code in ("NOT_FOUND", "FAILED_PRECONDITION"):  # evicted, or replaced by another build
                     continue
                 if is_lost(error):
-                    raise
+                    refused += waiting[i:]
+                    break
                 refused.append(pack)
         with self._lock:
             self.sidecars_refused += len(refused)

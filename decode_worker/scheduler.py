@@ -1,6 +1,6 @@
 """Continuous batching: requests join and leave one engine between decode steps, a token of each per step.
 
-Between two steps the most urgent prompt gets a bounded piece of its prefill, so that none holds up those that decode.
+Between two steps the most urgent prompt gets a bounded time of its prefill, so that none holds up those that decode.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ class Generation(Generic[Session]):
     submitted_s: float = field(default_factory=time.monotonic)
     begun_s: float | None = None
     prefilled_s: float | None = None
+    ending: tuple[Finish, BaseException | None] | None = None  # asked for within a piece of its own prompt
     finish: Finish | None = None
     error: Exception | None = None
 
@@ -159,6 +160,7 @@ class Scheduler(Generic[Session]):
         self._arrivals = itertools.count()
         self._prompts: list[Generation[Session]] = []  # whose prefill has not ended, the most urgent first
         self._running: list[Generation[Session]] = []
+        self._in_piece: Generation[Session] | None = None  # whose prompt is being computed at the moment
 
     @property
     def busy(self) -> bool:
@@ -181,12 +183,14 @@ class Scheduler(Generic[Session]):
     def stream(self, generation: Generation[Session]) -> Iterator[Piece]:
         """The pieces of one generation as they come; its own error is raised behind them.
 
-        A stream that is closed or interrupted cancels its generation."""
+        A stream that is closed or interrupted cancels its generation, without a wait: the collector may be who closes
+        it."""
         try:
             while self._await_piece(generation):
                 yield generation.pieces.popleft()
         except BaseException as error:
-            self.cancel(generation, None if isinstance(error, GeneratorExit) else error)
+            reason = None if isinstance(error, GeneratorExit) else error
+            self._lock.leave(lambda: self.cancel(generation, reason))
             raise
         if generation.error is not None:
             raise generation.error
@@ -206,7 +210,8 @@ class Scheduler(Generic[Session]):
         return bool(generation.pieces)
 
     def advance(self) -> bool:
-        """Computes a piece of one prompt, then makes one step of all that run. False if there was nothing to do."""
+        """Computes pieces of one prompt for up to PIECES_S, then makes one step of all that run. False if there was
+        nothing to do."""
         with self._lock:
             busy = self.busy
             self._prefill()
@@ -248,20 +253,28 @@ class Scheduler(Generic[Session]):
             if generation.work is None:
                 generation.begun_s = time.monotonic()
                 generation.work = self._engine.begin(request.prompt, generation.progress, request.new_tokens)
-            if not generation.work.advance(PIECES_S):
-                if not self._running:
-                    generation.work.wait(PIECES_S)
+            work, self._in_piece = generation.work, generation
+            try:
+                computed = work.advance(PIECES_S)
+            finally:
+                self._in_piece = None
+            if computed:
+                generation.session, logits = work.result
+                generation.work, generation.prefilled_s = None, time.monotonic()
+            if generation.ending is not None:
+                self._end(generation, *generation.ending)
                 return
-            generation.session, logits = generation.work.result
+            if not computed:
+                if not self._running:
+                    work.wait(PIECES_S)
+                return
+            self._prompts.remove(generation)
+            self._running.append(generation)
+            self._take(generation, logits)
         except BaseException as error:
             self._fail(generation, error)
             if not isinstance(error, Exception):
                 raise
-            return
-        generation.work, generation.prefilled_s = None, time.monotonic()
-        self._prompts.remove(generation)
-        self._running.append(generation)
-        self._take(generation, logits)
 
     def _most_urgent(self) -> Generation[Session] | None:
         """Of those that wait for the store the first one, if nobody else has anything to do."""
@@ -276,30 +289,35 @@ class Scheduler(Generic[Session]):
     # --- a step ---
 
     def _step(self) -> None:
-        running = list(self._running)
-        if not running:
+        untaken = deque(self._running)
+        if not untaken:
             return
         try:
-            rows, faults = self._engine.advance([_session(g) for g in running], [g.last for g in running])
+            rows, faults = self._engine.advance([_session(g) for g in untaken], [g.last for g in untaken])
+            for logits, fault in zip(rows, faults, strict=True):
+                if fault is None:
+                    self._take(untaken[0], logits)
+                else:
+                    self._fail(untaken[0], fault)
+                untaken.popleft()
         except BaseException as error:
-            self._fail_all(running, error)
+            # Their sessions may have the token of this step: another step with it would feed it twice.
+            for generation in untaken:
+                self._fail(generation, error)
             if not isinstance(error, Exception):
                 raise
-            return
-        for generation, logits, fault in zip(running, rows, faults, strict=True):
-            if fault is None:
-                self._take(generation, logits)
-            else:
-                self._fail(generation, fault)
 
     def _take(self, generation: Generation[Session], logits: torch.Tensor) -> None:
-        """Chooses the next token, float32 logits [vocab], and says what of it can be shown."""
-        request = generation.request
+        """Chooses the next token, float32 logits [vocab], and says what of it can be shown; what it raises is this
+        generation's alone."""
         try:
-            token = int(generation.sampler.next(logits[None])[0])
-        except ValueError as error:
+            self._choose(generation, logits)
+        except Exception as error:
             self._fail(generation, error)
-            return
+
+    def _choose(self, generation: Generation[Session], logits: torch.Tensor) -> None:
+        request = generation.request
+        token = int(generation.sampler.next(logits[None])[0])
         if token in request.stop_ids:
             self._end(generation, Finish.STOP)
             return
@@ -314,16 +332,19 @@ class Scheduler(Generic[Session]):
 
     # --- ends ---
 
-    def _fail_all(self, running: Sequence[Generation[Session]], error: BaseException) -> None:
-        for generation in running:
-            self._fail(generation, error)
-
     def _fail(self, generation: Generation[Session], error: BaseException) -> None:
+        if generation.finish is not None:
+            return
         generation.error = error if isinstance(error, Exception) else RuntimeError("generation was interrupted")
         self._end(generation, Finish.FAILED, error)
 
     def _end(self, generation: Generation[Session], finish: Finish, error: BaseException | None = None) -> None:
-        """Frees the slot. What the store says to that is the generation's error, unless it has a better one."""
+        """Frees the slot. What the store says to that is the generation's error, unless it has a better one.
+
+        Asked for by the prompt's own `progress`, it comes behind the piece: none is given up from within."""
+        if generation is self._in_piece:
+            generation.ending = generation.ending or (finish, error)
+            return
         self._running = [other for other in self._running if other is not generation]
         self._prompts = [other for other in self._prompts if other is not generation]
         (session, generation.session), (work, generation.work) = (generation.session, None), (generation.work, None)

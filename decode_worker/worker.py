@@ -56,6 +56,7 @@ class Worker:
         # A decode step's products are small: more threads than the kernels get only take cores from the daemon.
         torch.set_num_threads(config.threads)
         self._lock = Turns()  # of the engine
+        self._closed = False
         self._join(config, None)
         self._admin: AdminClient | None = None
         self._may_administer = True
@@ -75,6 +76,7 @@ class Worker:
 
         With settings that cannot be had the worker goes on with those that it has."""
         with self._lock:
+            self._require_open()
             if self._scheduler.busy:
                 raise ValueError("the worker is generating; other settings need an idle one")
             config, model = self._engine.config, self._engine.model
@@ -122,7 +124,8 @@ class Worker:
             session = self._engine.prefill(ids)[0] if stored else self._engine.compute_only(ids)
             seconds = time.monotonic() - started
             if isinstance(session, Session):
-                self._engine.close_session(session)
+                with self._closing(session):
+                    pass
         return len(ids) / seconds
 
     def answer(
@@ -188,6 +191,7 @@ class Worker:
         self, request: Request, progress: Callable[[int, int], None] | None
     ) -> tuple[Scheduler[Session], Generation[Session]]:
         with self._lock:  # an engine is replaced only while nothing is submitted to its scheduler
+            self._require_open()
             return self._scheduler, self._scheduler.submit(request, progress)
 
     def cancel(self, key: str) -> None:
@@ -195,27 +199,33 @@ class Worker:
         self._scheduler.cancel_key(key)
 
     def close(self) -> None:
-        """Generations under way end with an error that says so."""
+        """Generations under way end with an error that says so. Idempotent."""
         with self._lock:
+            self._closed = True
             self._scheduler.end(ValueError("the worker was closed while it was generating"))
             self._engine.close()
         if self._admin is not None:
             self._admin.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the worker is closed; make another one")
 
     @contextlib.contextmanager
     def _closing(self, session: Session) -> Iterator[None]:
         """Closes the session; an error under way matters more than one of the closing."""
         try:
             yield
+            self._engine.close_session(session)
         except BaseException as error:
             self._engine.give_up(session, error)
             raise
-        self._engine.close_session(session)
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
         """The engine, for one thread alone."""
         with self._lock, self._explaining():
+            self._require_open()
             yield
 
     @contextlib.contextmanager

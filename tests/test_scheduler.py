@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -83,16 +84,18 @@ class Pretended:
     def begin(self, ids: Sequence[int], progress: Progress | None, growth: int) -> Work[tuple[Seat, torch.Tensor]]:
         if not ids:
             raise ValueError("the prompt is empty")
-        return Work(self._pieces(list(ids)))
+        return Work(self._pieces(list(ids), progress))
 
-    def _pieces(self, ids: list[int]) -> Pieces[tuple[Seat, torch.Tensor]]:
+    def _pieces(self, ids: list[int], progress: Progress | None) -> Pieces[tuple[Seat, torch.Tensor]]:
         if not self.free_slots:
             raise StoreError("RESOURCE_EXHAUSTED", "no slot")
         self.admitted.append(ids)
         self.seats.append(seat := Seat(list(ids)))
         try:
-            for token in ids:
+            for done, token in enumerate(ids, 1):
                 self.log.append(f"prompt {token}")
+                if progress is not None:
+                    progress(done, len(ids))
                 time.sleep(self.piece_s)
                 yield self.waits.get(token)
         except BaseException:
@@ -268,6 +271,25 @@ def test_a_prompt_that_is_cancelled_gives_its_slot_back_at_once(piecemeal: None)
     assert (cancelled.finish, tokens_of(next_one)) == (Finish.CANCELLED, alone(next_one.request))
 
 
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("pieces_s", [0.0, 60.0])
+def test_a_prompt_that_its_own_progress_cancels_gives_its_slot_back(
+    monkeypatch: pytest.MonkeyPatch, at: int, pieces_s: float
+) -> None:
+    monkeypatch.setattr(scheduler_module, "PIECES_S", pieces_s)
+    engine = Pretended(slots=1)
+    scheduler = scheduler_of(engine)
+
+    def progress(done: int, total: int) -> None:
+        if done == at:
+            scheduler.cancel_key("mine")
+
+    generation = scheduler.submit(Request([1, 2, 3], 5, key="mine"), progress)
+    assert [piece.finish for piece in scheduler.stream(generation)] == [Finish.CANCELLED]
+    assert (engine.free_slots, scheduler.busy) == (1, False)
+    assert len(tokens_in(scheduler.stream(scheduler.submit(Request([4], 5))))) == 5
+
+
 def test_the_last_piece_says_what_the_text_took() -> None:
     scheduler = scheduler_of(Pretended(piece_s=0.01))
     *pieces, last = scheduler.stream(scheduler.submit(Request([1, 2], 5)))
@@ -314,6 +336,75 @@ def test_who_asks_again_and_again_comes_behind_who_waits() -> None:
     done.set()
     thread.join(30.0)
     assert not turns.acquire(unless=lambda: True)
+
+
+@pytest.mark.parametrize("at", ["queue", "lock"])
+def test_a_dropped_stream_that_the_collector_closes_stops_nobody(at: str) -> None:
+    """It runs in any thread at any moment: in one that stands in the queue, or amid a step."""
+    turns = Turns()
+    engine = Pretended()
+    scheduler = Scheduler(engine, Words, turns)
+    stream = scheduler.stream(scheduler.submit(Request([1], 50)))
+    next(stream)
+    streams, freed, had = [stream], [], []
+    del stream
+
+    def collect() -> bool:
+        if streams:
+            streams.pop().close()  # type: ignore[attr-defined]
+            freed.append(engine.free_slots)
+        return False
+
+    def wait() -> None:
+        if at == "lock":
+            with turns:
+                collect()
+        else:
+            assert turns.acquire(unless=collect)
+            turns.release()
+        had.append("waiter")
+
+    def come() -> None:
+        with turns:
+            had.append("other")
+
+    with turns:
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        while not turns._queue:
+            time.sleep(0.001)
+        other = threading.Thread(target=come, daemon=True)
+        other.start()
+    waiter.join(10.0)
+    other.join(10.0)
+    assert had == ["waiter", "other"]
+    assert freed == [SLOTS - 1], "not while somebody had the engine"
+    assert (engine.free_slots, scheduler.busy) == (SLOTS, False)
+
+
+def test_what_is_left_is_done_under_the_lock_and_at_once_where_it_is_free() -> None:
+    turns, done = Turns(), []
+    turns.leave(lambda: done.append(turns._owner))
+    assert done == [threading.get_ident()]
+    with turns, turns:
+        turns.leave(lambda: done.append("late"))
+        assert len(done) == 1
+    assert done[1:] == ["late"]
+
+
+def test_no_errand_is_lost_between_two_owners() -> None:
+    turns, done = Turns(), []
+
+    def work(number: int) -> None:
+        for _ in range(500):
+            with turns:
+                pass
+            turns.leave(lambda: done.append(number))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8), timeout=60))
+    assert len(done) == 4000
+    assert (turns._owner, len(turns._left)) == (None, 0)
 
 
 def test_an_error_of_one_row_ends_that_row_alone() -> None:
@@ -396,6 +487,30 @@ def test_an_interrupted_step_is_an_error_for_all_that_took_part() -> None:
         list(scheduler.stream(made[1]))
     assert len(tokens_in(scheduler.stream(made[2]))) == 6
     assert engine.free_slots == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no such token")], ids=["interrupt", "error"])
+def test_no_token_is_fed_twice_when_taking_one_is_cut_short(error: BaseException) -> None:
+    class Cut(Words):
+        pushed = 0
+
+        def push(self, token: int) -> str:
+            Cut.pushed += 1
+            if Cut.pushed == 7:
+                raise error
+            return super().push(token)
+
+    scheduler = Scheduler(Pretended(), Cut, Turns())
+    made = [scheduler.submit(Request([first], 10)) for first in (1, 2, 3)]
+    with pytest.raises(type(error)):
+        for _ in scheduler.stream(made[0]):
+            pass
+    run_out(scheduler)
+    for generation in made:
+        got, expected = tokens_of(generation), alone(generation.request)
+        assert got == expected[: len(got)]
+        assert (generation.error is None) == (got == expected)
+    assert [g.error is None for g in made].count(True) == (2 if isinstance(error, Exception) else 0)
 
 
 def test_keys_name_generations() -> None:

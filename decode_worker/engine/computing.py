@@ -10,18 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker.config import WorkerConfig
-from decode_worker.engine.prefix import EXACT
 from decode_worker.policy.base import Policy
 
 
 def computing(config: WorkerConfig, policy: Policy) -> bytes:
-    """Canonical JSON of all settings that a step's KV depends on; EXACT where every head holds every token and steps
-    multiply with the weights that prefill multiplies with.
+    """Canonical JSON of all settings that a step's KV depends on. Never EXACT, not even where every head holds every
+    token: a step's products have other last bits than a prefill's.
 
     Model, context and dtypes stand in the fingerprint already."""
     settings = policy.settings
-    if settings.resident.all() and config.weights == "compute":
-        return EXACT
     values = {
         "reuse": asdict(settings.reuse),
         "attended": settings.attended,

@@ -103,7 +103,7 @@ class Engine:
             self.transport.require_daemon,
         )  # fmt: skip
         self._sealer = Sealer(
-            self.records, self.policy, self.transport, self._writer, self.catalogue, self._caller,
+            self.records, self.policy, self.transport, self._writer, self._caller,
             computing=self._computing, slot_bytes=self.slot_bytes,
         )  # fmt: skip
         context = StepContext(

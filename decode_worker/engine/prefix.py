@@ -1,7 +1,7 @@
 """Which packs a prompt could be made of: digests for lookup and reservation.
 
-A pack's identity says what its KV was computed under. Exact attention needs no words: `token_digest(ids)`. KV of a
-sparse session carries that session's settings (engine/computing.py), so nobody takes it for exact.
+A pack's identity says what its KV was computed under. A prefill needs no words: `token_digest(ids)`. What decode steps
+computed carries their session's settings (engine/computing.py), so nobody takes it for exact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TAG = b"headgate KV computed under "
 
 
 def token_digest(ids: Sequence[int], computing: bytes = EXACT) -> bytes:
-    """SHA-256 of the ids as u32 LE, behind what their KV was computed under unless that is exact attention."""
+    """SHA-256 of the ids as u32 LE, behind what their KV was computed under unless that is a prefill."""
     tag = _TAG + computing if computing else b""
     return hashlib.sha256(tag + np.asarray(ids, dtype="<u4").tobytes()).digest()
 

@@ -18,7 +18,7 @@ from decode_worker.engine.prefix import token_digest
 from decode_worker.engine.session import Session
 from decode_worker.failures import is_lost
 from decode_worker.pack_writer import PackDraft, PackWriter
-from decode_worker.packs import IndexedPack, PackCatalogue
+from decode_worker.packs import IndexedPack
 from decode_worker.policy.base import Policy
 from decode_worker.policy.settings import SEAL_TOKENS, STAGGER
 from decode_worker.records import RecordFormat
@@ -41,7 +41,6 @@ class Sealer:
         policy: Policy,
         transport: Transport,
         writer: PackWriter,
-        catalogue: PackCatalogue,
         caller: Caller,
         *,
         computing: bytes,
@@ -51,14 +50,12 @@ class Sealer:
         self._policy = policy
         self._transport = transport
         self._writer = writer
-        self._catalogue = catalogue
         self._caller = caller
         self._computing = computing
         self._slot_bytes = slot_bytes
         settings = policy.settings
         # A tail of the least size is full STAGGER steps after its seal is due.
         self._steps = min(SEAL_STEPS, settings.tail - settings.recent - SEAL_TOKENS - STAGGER)
-        self._publishing: list[Work[None]] = []
         self._turn = 0
         self._left_s = time.monotonic()
 
@@ -79,7 +76,6 @@ class Sealer:
                 if is_lost(error):
                     raise
                 faults[row] = error
-        self._publishing = [work for work in self._publishing if not work.advance()]
         self._left_s = time.monotonic()
         return faults
 
@@ -127,10 +123,24 @@ class Sealer:
         session.sealing = None
         session.packs.append(sealing.result)
         self._policy.extend(session.slot, sealing.result)
-        self._publishing.append(Work(self._caller.call(self._catalogue.publish, [sealing.result])))
 
     def _seal(self, session: Session) -> Pieces[IndexedPack]:
         """The pack of the oldest tail tokens, once it is durable. Their places are not used again before N grows."""
+        draft = session.sealed or (yield from self._draft(session))
+        try:
+            if draft.sealed is None:
+                yield from self._store(session, draft)
+            pack = yield from self._caller.call(self._writer.seal, session.session_id, draft)
+        except BaseException as error:
+            if draft.sealed is None:
+                self._writer.abort([draft], error)
+            else:
+                session.sealed = draft
+            raise
+        session.sealed = None
+        return pack
+
+    def _draft(self, session: Session) -> Pieces[PackDraft]:
         first = session.stored
         ids = session.tokens[first : first + HASH_BLOCK_TOKENS]
         parent = session.packs[-1].ref.pack_id if session.packs else NO_PARENT
@@ -138,14 +148,12 @@ class Sealer:
         (draft,) = yield from self._caller.call(
             self._writer.reserve, session.session_id, [reservation], True, undo=self._writer.abort
         )
-        try:
-            yield from self._store(session, draft, np.arange(first, first + len(ids)))
-            return (yield from self._caller.call(self._writer.seal, session.session_id, draft))
-        except BaseException as error:
-            self._writer.abort([draft], error)
-            raise
+        return draft
 
-    def _store(self, session: Session, draft: PackDraft, tokens: NDArray[np.int64]) -> Pieces[None]:
+    def _store(self, session: Session, draft: PackDraft) -> Pieces[None]:
+        if draft.known is not None:
+            return
+        tokens = np.arange(session.stored, session.stored + HASH_BLOCK_TOKENS)
         for layer in range(session.geometry.layers):
             keys, values = self._tail(session, layer, tokens)
             yield from self._writer.store(draft, layer, keys, values, torch.zeros(keys.shape[1], len(tokens)))

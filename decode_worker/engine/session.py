@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from decode_worker.pack_writer import PackDraft
 from decode_worker.packs import IndexedPack
 from decode_worker.window.geometry import WindowGeometry
 from decode_worker.work import Work
@@ -24,6 +25,7 @@ class Session:
     packs: list[IndexedPack] = field(default_factory=list)
     epoch: int = 0
     sealing: Work[IndexedPack] | None = None  # of the oldest tail tokens
+    sealed: PackDraft | None = None  # the store has it as a pack already, `sealing` has not ended well yet
     seal_after_s: float = 0.0  # monotonic: the store has refused its tail before
     geometry: WindowGeometry = field(init=False)
 

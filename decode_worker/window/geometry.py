@@ -74,7 +74,7 @@ class WindowGeometry:
         """What BindSlot takes: uint64[layers, kv_heads, 2] = (byte offset in the whole window, places)."""
         return np.stack([self.offsets + np.uint64(slot_offset), self.places.astype(np.uint64)], axis=-1)
 
-    # --- figures, as CONTRACTS defines them ---
+    # --- figures: device memory and its parts, in bytes ---
 
     @property
     def resident_bytes(self) -> int:

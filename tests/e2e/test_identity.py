@@ -1,6 +1,7 @@
 """What KV was computed under is part of a pack's identity: a hit is exact, or of the same settings, or it is a miss."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from decode_worker.engine.computing import computing
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import EXACT, HASH_BLOCK_TOKENS, candidates, pack_bounds, token_digest
 from kvstore_service.daemon.store.prefixes import CANDIDATES_MAX
+from tests.support.daemon_process import Daemon
 
-from .conftest import EngineFactory, Expected, greedy, random_ids
+from .conftest import PACK_TOKENS, EngineFactory, greedy, joined, random_ids
 
 PROMPT, STEPS = 600, 370  # two blocks are stored by the prefill, a third by one seal
 SPARSE = {"policy": "qsac", "eta": 0.5, "budget": 32, "sink": 4}
@@ -62,7 +64,8 @@ def test_sealed_tails_are_found_by_sessions_of_the_same_settings_and_no_others(e
 
 
 @pytest.mark.timeout(90)
-def test_what_a_full_session_seals_serves_everybody_and_exactly(engine: EngineFactory, expected: Expected) -> None:
+def test_what_a_full_session_seals_serves_full_sessions_alone(engine: EngineFactory) -> None:
+    """Its steps attend to everything, but their products have other last bits than a prefill's."""
     full = engine(policy="full")
     conversation = sealed_conversation(full, 83)
     whole = len(conversation) // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
@@ -70,7 +73,33 @@ def test_what_a_full_session_seals_serves_everybody_and_exactly(engine: EngineFa
     assert found == whole
     torch.testing.assert_close(logits, full.compute_only(conversation), atol=1e-3, rtol=1e-3)
     sparse, _ = engine(**SPARSE).attach(conversation)
-    assert sparse.stored == whole
+    assert sparse.stored == PROMPT // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_what_a_full_session_seals_changes_no_bit_of_anothers_prompt(
+    tmp_path: Path, checkpoint: Path, compute: str
+) -> None:
+    ids = random_ids(1480, 87)
+
+    def logits(steps: int) -> list[torch.Tensor]:
+        options = ("--nvme-bytes=1GiB", "--copy-threads=1", f"--pack-tokens={PACK_TOKENS}")
+        with (
+            Daemon(tmp_path / str(steps), options=options) as daemon,
+            joined(daemon, checkpoint, policy="full", compute=compute, storage=compute) as worker,
+        ):
+            session, _ = worker.prefill(ids[:1024])
+            for token in ids[1024 : 1024 + steps]:
+                worker.step([session], [token])
+                if session.sealing is not None:
+                    session.sealing.finish()
+            assert session.stored == (1280 if steps else 1024)
+            worker.close_session(session)
+            session, first = worker.prefill(ids[:1300])
+            return [first, *(worker.step([session], [token])[0] for token in ids[1300:1308])]
+
+    assert all(torch.equal(one, other) for one, other in zip(logits(0), logits(456), strict=True))
 
 
 @pytest.mark.timeout(60)
@@ -90,8 +119,8 @@ def test_every_setting_that_a_selection_depends_on_is_in_the_identity(engine: En
     same = computing(replace(worker.config, wait_ms=77, threads=2, seed=9, slots=3), worker.policy)
     assert token_digest(ids, same) in digests, "what changes no number is no part of it"
     full = engine(policy="full")
-    assert computing(full.config, full.policy) == EXACT
-    assert computing(replace(full.config, weights="int8"), full.policy) != EXACT, "prefill computes otherwise"
+    steps = {computing(replace(full.config, weights=weights), full.policy) for weights in ("compute", "int8")}
+    assert len(steps | {EXACT}) == 3, "a step's products are no prefill's"
 
 
 def test_a_dense_lookup_asks_for_exact_packs_only_and_a_sparse_one_prefers_them() -> None:

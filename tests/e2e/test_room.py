@@ -1,7 +1,7 @@
 """A store that has no room, or drains, at a seal: the session goes on until its tail is full, and then says so."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -86,3 +86,57 @@ def test_an_index_without_room_costs_no_session_and_is_stored_later(daemon: Daem
     worker.close_session(worker.prefill(random_ids(PROMPT, 64))[0])
     with AdminClient.connect(daemon.socket, daemon.broker) as admin:
         assert all(pack.sidecars for pack in admin.list_packs())
+
+
+@pytest.mark.timeout(90)
+def test_an_index_that_the_store_takes_too_long_for_ends_no_session(engine: EngineFactory) -> None:
+    worker = engine(**SETTINGS)
+    put, left = worker.client.put_sidecar, [1]
+
+    def late(*arguments: Any) -> None:
+        if left and left.pop():
+            raise StoreError("DEADLINE_EXCEEDED", "the call's deadline has passed")
+        put(*arguments)
+
+    session, logits = worker.prefill(random_ids(PROMPT, 64))
+    worker.client.put_sidecar = late  # type: ignore[method-assign]
+    greedy(worker, session, logits, FIRST_SEAL + SEAL_STEPS + 20 - PROMPT)
+    assert (session.stored, left, worker.catalogue.sidecars_refused) == (768, [], 1)
+
+
+@pytest.mark.timeout(90)
+def test_a_tail_is_sealed_with_its_index(engine: EngineFactory) -> None:
+    """Whenever its session ends: nobody has to read the pack back to index it."""
+    worker = engine(**SETTINGS)
+    session, logits = worker.prefill(random_ids(PROMPT, 65))
+    greedy(worker, session, logits, FIRST_SEAL + 1 - PROMPT)
+    worker.step([session], [1])
+    assert session.sealing is not None
+    sealed, conversation = session.sealing.finish(), list(session.tokens)
+    worker.close_session(session)
+    other = engine(**SETTINGS)
+    assert other.catalogue.find(sealed.ref) is not None
+    assert other.attach(conversation)[0].stored == 768
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("error", [FULL, FULL_FOR_LONG], ids=["soon", "when it is full"])
+def test_what_fails_behind_a_seal_is_done_later_and_the_seal_is_not(engine: EngineFactory, error: StoreError) -> None:
+    """As when another writer's pack won, and the store refuses its map at first."""
+    ids = random_ids(TAIL_FULL + 1, 66)
+    worker = engine(**SETTINGS)
+    session, _ = worker.prefill(ids[:PROMPT])
+    commit, refused = worker._writer._committed, [1]
+
+    def refuse(*arguments: Any) -> Any:
+        if refused and refused.pop():
+            raise error
+        return commit(*arguments)
+
+    worker._writer._committed = refuse  # type: ignore[method-assign]
+    for token in ids[PROMPT:]:
+        worker.step([session], [token])
+        if session.sealing is not None:
+            with suppress(StoreError):
+                session.sealing.finish()
+    assert (session.stored, refused) == (768, [])

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -188,3 +188,42 @@ def test_another_model_or_computation_is_not_the_loaded_one(
     worker.reconfigure(**changes)
     with joined(daemon, checkpoint, **changes) as engine:
         assert torch.equal(worker._engine.compute_only(ids), engine.compute_only(ids))
+
+
+@pytest.mark.timeout(120)
+def test_a_session_that_is_not_closed_at_once_costs_no_slot(worker: Worker) -> None:
+    document, question = random_ids(600, 1), random_ids(3, 2)
+    client = worker._engine.client
+    close, refused = client.close_session, []
+
+    def refuse_once(*arguments: Any, **named: Any) -> None:
+        if not refused:
+            refused.append(arguments)
+            raise StoreError("RESOURCE_EXHAUSTED", "too busy", 0.01)
+        close(*arguments, **named)
+
+    client.close_session = refuse_once  # type: ignore[method-assign]
+    for ask in (lambda: worker.answer(document, question, 3), lambda: worker.prefill_speed(document, stored=True)):
+        refused.clear()
+        with pytest.raises(StoreError, match="too busy"):
+            ask()
+        assert worker._engine.free_slots == SLOTS
+        ask()
+
+
+@pytest.mark.timeout(60)
+def test_a_closed_worker_says_so_whatever_it_is_asked(worker: Worker) -> None:
+    ids = random_ids(30, 2)
+    worker.close()
+    calls: list[Callable[[], object]] = [
+        lambda: list(worker.generate(Request(ids, 5))),
+        lambda: worker.prefill_document(ids),
+        lambda: worker.prefill_speed(ids, stored=True),
+        lambda: worker.prefill_speed(ids, stored=False),
+        lambda: worker.answer(ids, [3], 2),
+        lambda: worker.reconfigure(policy="full"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="the worker is closed; make another one"):
+            call()
+    worker.close()

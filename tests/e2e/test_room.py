@@ -140,3 +140,23 @@ def test_what_fails_behind_a_seal_is_done_later_and_the_seal_is_not(engine: Engi
             with suppress(StoreError):
                 session.sealing.finish()
     assert (session.stored, refused) == (768, [])
+
+
+@pytest.mark.timeout(90)
+def test_a_tail_that_is_stored_and_indexed_is_not_copied_again(engine: EngineFactory) -> None:
+    worker = engine(**SETTINGS)
+    copied, tail = [], worker._sealer._tail
+
+    def counted(*arguments: Any) -> Any:
+        copied.append(arguments)
+        return tail(*arguments)
+
+    worker._sealer._tail = counted  # type: ignore[method-assign]
+    counts = []
+    for _ in range(2):
+        session, logits = worker.prefill(random_ids(PROMPT, 67))
+        greedy(worker, session, logits, FIRST_SEAL + SEAL_STEPS + 2 - PROMPT)
+        assert session.stored == 768
+        worker.close_session(session)
+        counts.append(len(copied))
+    assert counts[0] == counts[1] > 0

@@ -57,7 +57,6 @@ class DecodeLoop:
         self._policy = policy
         self._products = products
         self._transport = transport
-        self._speculative = policy.settings.speculative
         self._layers = policy.settings.layers
         self._rows = Rows(policy.settings.slots)
         self._lse = torch.empty(products.query.shape[:2], dtype=torch.float32)
@@ -129,15 +128,18 @@ class DecodeLoop:
         lse = self._lse[:rows]
         yield Launch("products", 0, products.embed, (rows,))
         for layer in range(self._layers):
-            ahead = self._speculative and layer + 1 < self._layers and self._policy.selects(layer + 1)
+            ahead = layer + 1 < self._layers and self._selects_by(layer + 1, QueryKind.SPECULATIVE)
             yield Launch("products", layer, products.layer, (layer, rows, ahead))
             if ahead:
                 yield Launch("look_up", layer, kernels.look_up, (layer + 1, next_query, QueryKind.SPECULATIVE))
-            if self._policy.selects(layer) and (layer == 0 or not self._speculative):
+            if self._selects_by(layer, QueryKind.TRUE):
                 yield Launch("look_up", layer, kernels.look_up, (layer, query, QueryKind.TRUE))
             yield Launch("arrive", layer, kernels.arrive, (layer, key, value))
             yield Launch("attend", layer, kernels.attend, (layer, query, attention, lse))
         yield Launch("products", self._layers, products.finish, (rows,))
+
+    def _selects_by(self, layer: int, kind: QueryKind) -> bool:
+        return self._policy.selects(layer) and self._policy.query_kind(layer) == kind
 
     def _run(self, line: Sequence[Launch]) -> None:
         clock, spent = time.monotonic_ns, self.spent_ns

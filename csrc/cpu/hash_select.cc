@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 #include "cpu/level.h"
@@ -20,8 +21,6 @@
 
 namespace headgate {
 namespace {
-
-constexpr uint16_t kOutside = 0xffff;
 
 using Distances = void (*)(const HashPlanes&, const uint64_t* codes, size_t n, uint16_t* out);
 
@@ -46,6 +45,8 @@ HEADGATE_VPOPCNT inline __attribute__((always_inline)) __m512i twice(const uint6
   return _mm512_maskz_broadcast_i64x4(0xff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
 }
 
+constexpr size_t kAheadWords = 256;  // 2 KiB
+
 // Words of two codes per vector; four vectors fold into the eight sums. kCount planes stay in registers.
 template <int kCount>
 HEADGATE_VPOPCNT void distances_vpopcnt(const HashPlanes& p, const uint64_t* codes, size_t n, uint16_t* out) {
@@ -60,6 +61,7 @@ HEADGATE_VPOPCNT void distances_vpopcnt(const HashPlanes& p, const uint64_t* cod
   for (; i + 8 <= n; i += 8) {
     __m512i v[4];
     for (int j = 0; j < 4; ++j) {
+      __builtin_prefetch(codes + (i + 2 * j) * kHashWords + kAheadWords);
       const __m512i x = _mm512_xor_si512(_mm512_loadu_si512(codes + (i + 2 * j) * kHashWords), majority);
       v[j] = _mm512_sll_epi64(_mm512_popcnt_epi64(_mm512_and_si512(x, mask[0])), shift[0]);
       for (int b = 1; b < kCount; ++b) {
@@ -101,70 +103,108 @@ Distances kernel(int planes) {
   return distances_baseline;
 }
 
-// Only packs that straddle the limits pay for the look at the map.
-void exclude(const PackCodes& pack, int32_t low, int32_t high, uint16_t* out) {
+// Only packs that straddle the limits pay for the look at the map. `outside`: the distance of what may not be selected.
+void exclude(const PackCodes& pack, int32_t low, int32_t high, uint16_t outside, uint16_t* out) {
   const int32_t last = pack.first + static_cast<int32_t>(pack.count);
   if (pack.first >= low && last <= high) return;
   for (size_t i = 0; i < pack.count; ++i) {
     const int32_t token = pack.first + pack.map[i];
-    if (token < low || token >= high) out[i] = kOutside;
+    if (token < low || token >= high) out[i] = outside;
   }
 }
 
-// Four tables, since equal distances in a row would wait for each other's increment.
-void count_distances(const uint16_t* distance, size_t n, int most, std::vector<uint32_t>& counts) {
-  const size_t buckets = size_t(most) + 2;  // the last one takes kOutside
+// counts[d]: how many distances are d. Four tables, since equal distances in a row would wait for each other's increment.
+void count_distances(const uint16_t* distance, size_t n, size_t buckets, std::vector<uint32_t>& counts) {
   counts.assign(4 * buckets, 0);
-  for (size_t i = 0; i < n; ++i) ++counts[(i % 4) * buckets + std::min<size_t>(distance[i], buckets - 1)];
-  for (size_t b = 0; b < buckets; ++b) {
-    counts[b] += counts[buckets + b] + counts[2 * buckets + b] + counts[3 * buckets + b];
+  uint32_t *a = counts.data(), *b = a + buckets, *c = b + buckets, *d = c + buckets;
+  size_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    uint64_t four;
+    std::memcpy(&four, distance + i, sizeof four);
+    ++a[four & 0xffff], ++b[four >> 16 & 0xffff], ++c[four >> 32 & 0xffff], ++d[four >> 48];
   }
-  counts.resize(buckets - 1);
+  for (; i < n; ++i) ++a[distance[i]];
+  for (size_t at = 0; at < buckets; ++at) a[at] += b[at] + c[at] + d[at];
+  counts.resize(buckets);
 }
 
-// Bit i of (below, equal): distance[i] < / == limit, for 32 records.
-struct Masks {
-  uint32_t below, equal;
-};
-
-Masks compare_baseline(const uint16_t* distance, uint16_t limit) {
-  Masks m{0, 0};
-  for (int i = 0; i < 32; ++i) {
-    m.below |= uint32_t(distance[i] < limit) << i;
-    m.equal |= uint32_t(distance[i] == limit) << i;
-  }
-  return m;
+// Bit i: distance[i] <= bound, for 32 distances.
+__attribute__((always_inline)) inline uint32_t not_above_baseline(const uint16_t* distance, uint16_t bound) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= uint32_t(distance[i] <= bound) << i;
+  return bits;
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512bw"))) Masks compare_avx512(const uint16_t* distance, uint16_t limit) {
-  const __m512i d = _mm512_loadu_si512(distance), l = _mm512_set1_epi16(static_cast<int16_t>(limit));
-  return {_mm512_cmplt_epu16_mask(d, l), _mm512_cmpeq_epi16_mask(d, l)};
-}
-
-__attribute__((target("avx2"))) Masks compare_avx2(const uint16_t* distance, uint16_t limit) {
-  const __m256i l = _mm256_set1_epi16(static_cast<int16_t>(limit));
+__attribute__((target("avx2"))) inline uint32_t not_above_avx2(const uint16_t* distance, uint16_t bound) {
+  const __m256i l = _mm256_set1_epi16(static_cast<int16_t>(bound));
   const auto* at = reinterpret_cast<const __m256i*>(distance);
   const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
-  const auto bits = [](__m256i x, __m256i y) __attribute__((target("avx2"))) {
-    return static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(x, y), 0xd8)));
-  };
-  const uint32_t equal = bits(_mm256_cmpeq_epi16(a, l), _mm256_cmpeq_epi16(b, l));
-  const uint32_t not_above =
-      bits(_mm256_cmpeq_epi16(_mm256_min_epu16(a, l), a), _mm256_cmpeq_epi16(_mm256_min_epu16(b, l), b));
-  return {not_above & ~equal, equal};
+  const __m256i low = _mm256_cmpeq_epi16(_mm256_min_epu16(a, l), a),
+                high = _mm256_cmpeq_epi16(_mm256_min_epu16(b, l), b);
+  return static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8)));
 }
 #endif
 
-Masks (*compare())(const uint16_t*, uint16_t) {
+// The first `count` of 32 bits.
+uint32_t first_bits(size_t count) { return count >= 32 ? ~uint32_t{0} : (uint32_t{1} << count) - 1; }
+
+// Writes first + i for every distance[i] <= bound, ascending; returns the end. Reads whole vectors beyond n, and may
+// write one beyond the end.
+using Collect = int32_t* (*)(const uint16_t* distance, size_t n, uint16_t bound, int32_t first, int32_t* out);
+
+__attribute__((always_inline)) inline int32_t* write_bits(uint32_t bits, int32_t first, int32_t* out) {
+  for (; bits; bits &= bits - 1) *out++ = first + std::countr_zero(bits);
+  return out;
+}
+
+int32_t* collect_baseline(const uint16_t* distance, size_t n, uint16_t bound, int32_t first, int32_t* out) {
+  for (size_t at = 0; at < n; at += 32) {
+    const uint32_t bits = not_above_baseline(distance + at, bound) & first_bits(n - at);
+    out = write_bits(bits, first + static_cast<int32_t>(at), out);
+  }
+  return out;
+}
+
 #if defined(__x86_64__)
-  if (level() == Level::kAvx512) return compare_avx512;
-  if (level() == Level::kAvx2) return compare_avx2;
-#endif
-  return compare_baseline;
+__attribute__((target("avx2")))
+int32_t* collect_avx2(const uint16_t* distance, size_t n, uint16_t bound, int32_t first, int32_t* out) {
+  for (size_t at = 0; at < n; at += 32) {
+    const uint32_t bits = not_above_avx2(distance + at, bound) & first_bits(n - at);
+    out = write_bits(bits, first + static_cast<int32_t>(at), out);
+  }
+  return out;
 }
 
-// Everything nearer than `distance` is taken, and of what lies at it what `takes` says.
+__attribute__((target("avx512f,avx512bw,popcnt"))) int32_t* collect_avx512(const uint16_t* distance, size_t n,
+                                                                           uint16_t bound, int32_t first,
+                                                                           int32_t* out) {
+  const __m512i l = _mm512_set1_epi16(static_cast<int16_t>(bound)), sixteen = _mm512_set1_epi32(16);
+  __m512i id = _mm512_add_epi32(_mm512_set1_epi32(first),
+                                _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  for (size_t at = 0; at < n; at += 32) {
+    const uint32_t bits = _mm512_cmple_epu16_mask(_mm512_loadu_si512(distance + at), l) & first_bits(n - at);
+    for (const uint32_t half : {bits & 0xffff, bits >> 16}) {
+      _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(static_cast<__mmask16>(half), id));
+      out += __builtin_popcount(half);
+      id = _mm512_add_epi32(id, sixteen);
+    }
+  }
+  return out;
+}
+#endif
+
+Collect collect() {
+#if defined(__x86_64__)
+  if (level() == Level::kAvx512) return collect_avx512;
+  if (level() == Level::kAvx2) return collect_avx2;
+#endif
+  return collect_baseline;
+}
+
+constexpr size_t kCollectedMore = 16;  // ids that `collect` may write beyond its end
+
+// Everything nearer than `distance` is taken, and of what lies at it `ties`.
 struct Threshold {
   uint16_t distance;
   size_t ties;
@@ -172,42 +212,9 @@ struct Threshold {
 
 Threshold threshold(const std::vector<uint32_t>& counts, size_t k) {
   size_t below = 0, limit = 0;
-  while (limit < counts.size() && below + counts[limit] <= k) below += counts[limit++];
-  return {static_cast<uint16_t>(limit), limit < counts.size() ? k - below : 0};
-}
-
-// Calls take(index, tied) for every element nearer than the limit, or at it, in order.
-template <class Take>
-void collect(const uint16_t* distance, size_t n, uint16_t limit, Masks (*compare32)(const uint16_t*, uint16_t),
-             Take take) {
-  for (size_t at = 0; at < n; at += 32) {
-    const Masks m = compare32(distance + at, limit);
-    uint32_t bits = m.below | m.equal;
-    if (n - at < 32) bits &= (uint32_t{1} << (n - at)) - 1;
-    for (; bits; bits &= bits - 1) {
-      const int bit = std::countr_zero(bits);
-      take(at + bit, (m.equal >> bit & 1) != 0);
-    }
-  }
-}
-
-size_t count_equal(const uint16_t* distance, size_t n, uint16_t limit, Masks (*compare32)(const uint16_t*, uint16_t)) {
-  size_t count = 0, at = 0;
-  for (; at + 32 <= n; at += 32) count += std::popcount(compare32(distance + at, limit).equal);
-  return count + std::count(distance + at, distance + n, limit);
-}
-
-// The token below which the `ties` lowest of a pack's tied records lie.
-int32_t tie_token(const PackCodes& pack, const uint16_t* distance, uint16_t limit, size_t ties,
-                  Masks (*compare32)(const uint16_t*, uint16_t), std::vector<uint16_t>& tokens) {
-  if (ties == 0) return 0;
-  if (count_equal(distance, pack.count, limit, compare32) <= ties) return INT32_MAX;
-  tokens.clear();
-  for (size_t i = 0; i < pack.count; ++i) {
-    if (distance[i] == limit) tokens.push_back(pack.map[i]);
-  }
-  std::nth_element(tokens.begin(), tokens.begin() + ties, tokens.end());
-  return tokens[ties];
+  const size_t end = counts.size() - 1;  // the last one may not be selected
+  while (limit < end && below + counts[limit] <= k) below += counts[limit++];
+  return {static_cast<uint16_t>(limit), limit < end ? k - below : 0};
 }
 
 // Some packs in a row, which one thread looks at. `distance` is of their records, later of their units.
@@ -220,30 +227,48 @@ struct Part {
   std::vector<uint32_t> counts;
   std::vector<uint16_t> tokens;
   std::vector<int32_t> chosen;
+  size_t chosen_count;
 };
 
+// Of the tied ids in [begin, end) the `ties` of the lowest tokens stay; returns the new end and what is left of `ties`.
+int32_t* settle_ties(const PackCodes& pack, const uint16_t* distance, uint16_t limit, std::vector<uint16_t>& tokens,
+                     int32_t* begin, int32_t* end, size_t& ties) {
+  const auto tied = [&](int32_t id) { return distance[id - pack.first] == limit; };
+  tokens.clear();
+  for (const int32_t* id = begin; id != end; ++id) {
+    if (tied(*id)) tokens.push_back(pack.map[*id - pack.first]);
+  }
+  if (tokens.size() <= ties) {
+    ties -= tokens.size();
+    return end;
+  }
+  std::nth_element(tokens.begin(), tokens.begin() + ties, tokens.end());
+  const uint16_t tied_below = tokens[ties];
+  ties = 0;
+  return std::remove_if(begin, end, [&](int32_t id) { return tied(id) && pack.map[id - pack.first] >= tied_below; });
+}
+
 // Records, ties to the lower token: packs come in the order of their tokens, and a tie is settled within one pack.
-void collect_records(Part& part, uint16_t limit, size_t ties) {
-  const auto compare32 = compare();
+int32_t* collect_records(Part& part, uint16_t limit, int32_t* out) {
   const uint16_t* distance = part.distance;
+  size_t ties = part.ties;
   for (size_t p = 0; p < part.pack_count; distance += part.packs[p++].count) {
     const PackCodes& pack = part.packs[p];
-    const int32_t tied_below = tie_token(pack, distance, limit, ties, compare32, part.tokens);
-    collect(distance, pack.count, limit, compare32, [&](size_t i, bool tied) {
-      if (tied && pack.map[i] >= tied_below) return;
-      ties -= tied;
-      part.chosen.push_back(pack.first + static_cast<int32_t>(i));
-    });
+    if (ties == 0 && limit == 0) break;
+    int32_t* end = collect()(distance, pack.count, ties ? limit : limit - 1, pack.first, out);
+    out = ties ? settle_ties(pack, distance, limit, part.tokens, out, end, ties) : end;
   }
+  return out;
 }
 
 // Units, ties to the lower id.
-void collect_units(Part& part, uint16_t limit, size_t ties, int unit) {
+int32_t* collect_units(Part& part, uint16_t limit, int unit, int32_t* out) {
   const int32_t first = part.packs[0].first / unit;
-  collect(part.distance, part.count, limit, compare(), [&](size_t i, bool tied) {
-    if (tied && ties == 0) return;
-    ties -= tied;
-    part.chosen.push_back(first + static_cast<int32_t>(i));
+  int32_t* end = collect()(part.distance, part.count, limit, first, out);
+  size_t ties = part.ties;
+  return std::remove_if(out, end, [&](int32_t id) {
+    if (part.distance[id - first] != limit) return false;
+    return ties ? (--ties, false) : true;
   });
 }
 
@@ -257,6 +282,7 @@ size_t reduce_units(uint16_t* distance, size_t n, int unit) {
 struct Scratch {
   std::vector<uint16_t> distance;
   std::vector<Part> parts;
+  std::vector<uint32_t> counts;  // of all parts
 };
 
 constexpr size_t kPartRecordsMin = 16384;  // a thread's share below which waking it costs more than it brings
@@ -283,13 +309,14 @@ size_t split(const std::vector<PackCodes>& packs, size_t pack_count, size_t reco
 
 void measure_part(const HashPlanes& planes, const Selection& wanted, Part& part) {
   const Distances measure = kernel(planes.count);
+  const auto outside = static_cast<uint16_t>(planes.most + 1);
   uint16_t* distance = part.distance;
   for (size_t p = 0; p < part.pack_count; distance += part.packs[p++].count) {
     measure(planes, part.packs[p].codes, part.packs[p].count, distance);
-    exclude(part.packs[p], wanted.low, wanted.high, distance);
+    exclude(part.packs[p], wanted.low, wanted.high, outside, distance);
   }
   if (wanted.unit > 1) part.count = reduce_units(part.distance, part.count, wanted.unit);
-  count_distances(part.distance, part.count, planes.most, part.counts);
+  count_distances(part.distance, part.count, size_t{outside} + 1, part.counts);
 }
 
 }  // namespace
@@ -307,24 +334,29 @@ void hash_select(const uint64_t* query_codes, int group, const std::vector<PackC
   const size_t parts = split(packs, pack_count, records, threads, s);
   const auto each = [&](auto task) { run_tasks(static_cast<int>(parts), threads, [&](int i) { task(s.parts[i]); }); };
   each([&](Part& part) { measure_part(planes, wanted, part); });
+  s.counts = s.parts[0].counts;
   for (size_t i = 1; i < parts; ++i) {
-    for (size_t b = 0; b < s.parts[0].counts.size(); ++b) s.parts[0].counts[b] += s.parts[i].counts[b];
+    for (size_t b = 0; b < s.counts.size(); ++b) s.counts[b] += s.parts[i].counts[b];
   }
-  const Threshold limit = threshold(s.parts[0].counts, static_cast<size_t>(wanted.k));
+  const Threshold limit = threshold(s.counts, static_cast<size_t>(wanted.k));
   size_t ties = limit.ties;
   for (size_t i = 0; i < parts; ++i) {
     Part& part = s.parts[i];
-    part.ties = ties;
-    if (i + 1 < parts) ties -= std::min(ties, count_equal(part.distance, part.count, limit.distance, compare()));
+    part.ties = std::min<size_t>(ties, part.counts[limit.distance]);
+    ties -= part.ties;
   }
   each([&](Part& part) {
-    part.chosen.clear();
-    if (wanted.unit == 1)
-      collect_records(part, limit.distance, part.ties);
-    else
-      collect_units(part, limit.distance, part.ties, wanted.unit);
+    const auto most = std::accumulate(part.counts.begin(), part.counts.begin() + limit.distance + 1, size_t{0});
+    if (part.chosen.size() < most + kCollectedMore) part.chosen.resize(most + kCollectedMore);
+    int32_t* begin = part.chosen.data();
+    int32_t* end = wanted.unit == 1 ? collect_records(part, limit.distance, begin)
+                                    : collect_units(part, limit.distance, wanted.unit, begin);
+    part.chosen_count = end - begin;
   });
-  for (size_t i = 0; i < parts; ++i) out.insert(out.end(), s.parts[i].chosen.begin(), s.parts[i].chosen.end());
+  for (size_t i = 0; i < parts; ++i) {
+    const Part& part = s.parts[i];
+    out.insert(out.end(), part.chosen.begin(), part.chosen.begin() + part.chosen_count);
+  }
 }
 
 }  // namespace headgate

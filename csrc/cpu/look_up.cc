@@ -48,30 +48,36 @@ struct Lane {
         s(scratch) {}
 
   int32_t unit_place(int32_t place) const { return (place - state.shape.sink) >> unit_log; }
-  int32_t first_place(int32_t unit_place) const { return state.shape.sink + (unit_place << unit_log); }
 
-  // Marks every place, finds the wanted units that are held; returns how many are not.
+  // Marks every place, finds the wanted units that are held; returns how many are not. (Its bytes may alias anything,
+  // so all it works on has a name of its own.)
   int32_t match() {
     s.use.assign(capacity + 1, kFree);  // the last one stands for no place
-    for (int32_t i = 0; i < now.held_count; ++i) s.use[unit_place(now.held_places[i])] = kHeld;
-    for (int32_t i = 0; i < now.count; ++i) s.use[unit_place(now.places[i])] = kAttended;
-    const size_t wanted = s.wanted.size();
-    s.places.assign(wanted, -1);
-    if (cache.whole) {
-      s.use.pop_back();
-      return static_cast<int32_t>(wanted);
+    uint8_t* const use = s.use.data();
+    const int32_t *held = now.held, *held_places = now.held_places;
+    const int32_t held_count = now.held_count, wanted_count = static_cast<int32_t>(s.wanted.size());
+    const auto place_at = [sink = state.shape.sink, log = unit_log](int32_t place) { return (place - sink) >> log; };
+    for (int32_t i = 0; i < held_count; ++i) use[place_at(held_places[i])] = kHeld;
+    if (cache.keeps) {
+      for (int32_t i = 0; i < now.count; ++i) use[place_at(now.places[i])] = kAttended;
     }
-    // Through a table: whether a unit is held is as good as random, and a merge would guess wrong at every other one.
-    const int32_t last = std::max(now.held_count ? now.held[now.held_count - 1] : -1, wanted ? s.wanted.back() : -1);
-    if (s.place_of.size() <= size_t(last)) s.place_of.resize(last + 1, -1);
-    for (int32_t i = 0; i < now.held_count; ++i) s.place_of[now.held[i]] = now.held_places[i];
-    int32_t missing = 0;
-    for (size_t w = 0; w < wanted; ++w) {
-      s.places[w] = s.place_of[s.wanted[w]];
-      missing += s.places[w] < 0;
-      s.use[s.places[w] < 0 ? capacity : unit_place(s.places[w])] = kWanted;
+    s.places.assign(wanted_count, -1);
+    int32_t missing = wanted_count;
+    if (!cache.whole) {
+      // Through a table: whether a unit is held is as good as random, and a merge would guess wrong at every other one.
+      const int32_t last = std::max(held_count ? held[held_count - 1] : -1, wanted_count ? s.wanted.back() : -1);
+      if (s.place_of.size() <= size_t(last)) s.place_of.resize(last + 1, -1);
+      int32_t *const table = s.place_of.data(), *const places = s.places.data();
+      const int32_t *const wanted = s.wanted.data(), nowhere = capacity;
+      for (int32_t i = 0; i < held_count; ++i) table[held[i]] = held_places[i];
+      for (int32_t w = 0; w < wanted_count; ++w) {
+        const int32_t place = table[wanted[w]];
+        places[w] = place;
+        missing -= place >= 0;
+        use[place < 0 ? nowhere : place_at(place)] = kWanted;
+      }
+      for (int32_t i = 0; i < held_count; ++i) table[held[i]] = -1;
     }
-    for (int32_t i = 0; i < now.held_count; ++i) s.place_of[now.held[i]] = -1;
     s.use.pop_back();
     return missing;
   }
@@ -82,26 +88,18 @@ struct Lane {
     now.label_kind = static_cast<int8_t>(QueryKind::kNone);
     std::fill_n(now.label, size_t(state.shape.group) * state.shape.d, 0.f);
     if (!cache.keeps) now.held_count = 0;
-    for (uint8_t& use : s.use) {
-      if (use == kAttended) use = kHeld;
-    }
-    if (cache.keeps) return;
-    for (uint8_t& use : s.use) {
-      if (use == kHeld) use = kFree;
-    }
+    const uint8_t becomes = cache.keeps ? kHeld : kFree;
+    for (uint8_t& use : s.use) use = use == kAttended || use == kHeld ? becomes : use;
   }
-
-  int32_t count(uint8_t use) const { return static_cast<int32_t>(std::count(s.use.begin(), s.use.end(), use)); }
 
   // Makes `missing` places free. True if the old set had to be given up for that.
   bool make_room(int32_t missing) {
-    int32_t free = count(kFree);
+    const int32_t kept = static_cast<int32_t>(s.wanted.size()) - missing;
+    int32_t free = capacity - now.held_count;
     if (missing <= free) return false;
-    const bool gives_up = !cache.keeps || missing > free + count(kHeld);
-    if (gives_up) {
-      clear();
-      free = count(kFree);
-    }
+    const bool gives_up = !cache.keeps || missing > free + std::count(s.use.begin(), s.use.end(), kHeld);
+    if (gives_up) clear();
+    if (!cache.keeps) free = capacity - kept;
     if (missing > free) evict(missing - free);
     return gives_up;
   }
@@ -126,23 +124,29 @@ struct Lane {
 
   // Gives the missing units free places, ascending, and names their records.
   void place(int32_t step, std::vector<Pair>& pairs) {
-    s.free.resize(capacity);
+    s.free.resize(capacity + 1);
+    int32_t* const free = s.free.data();
+    const uint8_t* const use = s.use.data();
     for (int32_t p = 0, n = 0; p < capacity; ++p) {
-      s.free[n] = p;
-      n += s.use[p] == kFree;
+      free[n] = p;
+      n += use[p] == kFree;
     }
-    const int unit = state.shape.unit;
-    pairs.resize((s.wanted.size() + 1) * unit);  // a unit more: what is not missing is written, and then overwritten
-    size_t missing = 0;
-    for (size_t w = 0; w < s.wanted.size(); ++w) {
-      const bool lacks = s.places[w] < 0;
-      s.places[w] = lacks ? first_place(s.free[missing]) : s.places[w];
-      for (int r = 0; r < unit; ++r)
-        pairs[missing * unit + r] = {uint32_t(s.wanted[w] * unit + r), uint32_t(s.places[w] + r)};
+    const int unit = state.shape.unit, log = unit_log, sink = state.shape.sink;
+    const size_t wanted_count = s.wanted.size();
+    if (pairs.size() < (wanted_count + 1) * unit) pairs.resize((wanted_count + 1) * unit);
+    const int32_t* const wanted = s.wanted.data();
+    int32_t* const places = s.places.data();
+    Pair* next = pairs.data();  // what is not missing is written, and then overwritten
+    for (size_t w = 0, missing = 0; w < wanted_count; ++w) {
+      const bool lacks = places[w] < 0;
+      const int32_t place = lacks ? sink + (free[missing] << log) : places[w];
+      places[w] = place;
+      for (int r = 0; r < unit; ++r) next[r] = {uint32_t(wanted[w] * unit + r), uint32_t(place + r)};
+      next += lacks ? unit : 0;
       missing += lacks;
-      if (cache.keeps) touch(unit_place(s.places[w]), step, lacks);
+      if (cache.keeps) touch(unit_place(place), step, lacks);
     }
-    pairs.resize(missing * unit);
+    pairs.resize(next - pairs.data());
   }
 
   void touch(int32_t place, int32_t step, bool arrives) {
@@ -255,7 +259,6 @@ void LookUp::choose(int layer, const Rows& rows, const float* query, QueryKind k
   const size_t at = state_.index(layer, wish.slot, wish.head);
   const int32_t limit = state_.limit(wish.slot, rows.position[wish.row]);
   scratch.wanted.clear();
-  pairs.clear();
   if (limit > shape.sink)
     selector_.select(layer, wish.slot, wish.head, query, {shape.sink, limit, state_.selected[at], shape.unit}, threads,
                      scratch.wanted);

@@ -11,43 +11,14 @@
 #include "cpu/level.h"
 #include "cpu/pool.h"
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross a function that is not inlined
-
 namespace headgate {
 namespace {
 
-namespace baseline {
-#define HEADGATE_TARGET
-constexpr int kWidth = 4;
-constexpr int kPairs = 1;  // pairs of vectors that the accumulators of one pass hold
-#include "cpu/attend_kernel.inc"
-#undef HEADGATE_TARGET
-}  // namespace baseline
-
-#if defined(__x86_64__)
-namespace avx2 {
-#define HEADGATE_TARGET __attribute__((target("avx2,fma")))
-constexpr int kWidth = 8;
-constexpr int kPairs = 1;
-#include "cpu/attend_kernel.inc"
-#undef HEADGATE_TARGET
-}  // namespace avx2
-
-namespace avx512 {
-#define HEADGATE_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
-constexpr int kWidth = 16;
-constexpr int kPairs = 2;
-#include "cpu/attend_kernel.inc"
-#undef HEADGATE_TARGET
-}  // namespace avx512
-#endif
+#define HEADGATE_KERNEL "cpu/attend_kernel.inc"
+#include "cpu/each_level.inc"
 
 const AttendKernel& kernel_for(int d) {
-#if defined(__x86_64__)
-  if (level() == Level::kAvx512 && d % 32 == 0) return avx512::kernel;
-  if (level() >= Level::kAvx2) return avx2::kernel;
-#endif
-  return baseline::kernel;
+  return kernel_of(level() == Level::kAvx512 && d % 32 != 0 ? Level::kAvx2 : level());
 }
 
 // Where the kernel keeps element e of a head: a pair of bfloat16 vectors holds even elements, then odd ones.

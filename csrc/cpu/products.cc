@@ -12,8 +12,6 @@
 #include "cpu/level.h"
 #include "cpu/pool.h"
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross a function that is not inlined
-
 namespace headgate {
 namespace {
 
@@ -46,36 +44,10 @@ struct ProductKernel {
   void (*rotate)(float* head, int d, const float* weight, float eps, const float* cos, const float* sin, int half);
 };
 
-namespace baseline {
-#define HEADGATE_TARGET
-constexpr int kWidth = 4;
-#include "cpu/product_kernel.inc"
-#undef HEADGATE_TARGET
-}  // namespace baseline
+#define HEADGATE_KERNEL "cpu/product_kernel.inc"
+#include "cpu/each_level.inc"
 
-#if defined(__x86_64__)
-namespace avx2 {
-#define HEADGATE_TARGET __attribute__((target("avx2,fma")))
-constexpr int kWidth = 8;
-#include "cpu/product_kernel.inc"
-#undef HEADGATE_TARGET
-}  // namespace avx2
-
-namespace avx512 {
-#define HEADGATE_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
-constexpr int kWidth = 16;
-#include "cpu/product_kernel.inc"
-#undef HEADGATE_TARGET
-}  // namespace avx512
-#endif
-
-const ProductKernel& kernel() {
-#if defined(__x86_64__)
-  if (level() == Level::kAvx512) return avx512::kernel;
-  if (level() == Level::kAvx2) return avx2::kernel;
-#endif
-  return baseline::kernel;
-}
+const ProductKernel& kernel() { return kernel_of(level()); }
 
 int arranged(int n) { return (n + kArrangedChunk - 1) / kArrangedChunk * kArrangedChunk; }
 

@@ -113,7 +113,8 @@ void exclude(const PackCodes& pack, int32_t low, int32_t high, uint16_t outside,
   }
 }
 
-// counts[d]: how many distances are d. Four tables, since equal distances in a row would wait for each other's increment.
+// counts[d]: how many distances are d. Four tables, since equal distances in a row would wait for each other's
+// increment.
 void count_distances(const uint16_t* distance, size_t n, size_t buckets, std::vector<uint32_t>& counts) {
   counts.assign(4 * buckets, 0);
   uint32_t *a = counts.data(), *b = a + buckets, *c = b + buckets, *d = c + buckets;

@@ -156,7 +156,8 @@ class PackWriter:
     def flush(self, drafts: Sequence[PackDraft]) -> Pieces[None]:
         """Until the daemon has acknowledged every staged layer."""
         for posted in [posted for draft in drafts for posted in draft.posted]:
-            yield posted
+            if not posted.done():
+                yield posted
             posted.check()
 
     def commit(self, session_id: str, drafts: Sequence[PackDraft]) -> Pieces[list[IndexedPack]]:

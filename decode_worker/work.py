@@ -33,7 +33,9 @@ class Abandoned(Exception):
 
 
 class Work(Generic[T]):
-    """One thing under way. Not thread-safe. `within`: entered for every piece, and never kept between two."""
+    """One thing under way. Not thread-safe. `within`: entered for every piece, and never kept between two.
+
+    `pieces`: how many are done, without those that ended in a wait."""
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class Work(Generic[T]):
         self._awaited: Awaited | None = None
         self._result: T | None = None
         self._error: BaseException | None = None
+        self.pieces = 0
         self.ended = False
 
     @property
@@ -69,6 +72,7 @@ class Work(Generic[T]):
             try:
                 with self._within():
                     self._awaited = next(self._pieces)
+                self.pieces += self._awaited is None
             except StopIteration as end:
                 self._result, self.ended = end.value, True
             except BaseException as error:

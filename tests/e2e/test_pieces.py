@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decode_worker.config import WorkerConfig
-from decode_worker.engine import prefill
+from decode_worker.engine import prefill, sealing
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.sealing import SEAL_STEPS
 from decode_worker.engine.session import Session
@@ -167,6 +167,52 @@ def test_n_grows_a_fixed_number_of_steps_after_a_seal_is_due(engine: EngineFacto
     assert (session.stored, session.sealing is not None and session.sealing.ended) == (512, True)
     steps(worker, session, 1, 1)
     assert session.stored == 768
+
+
+CROWD, CROWD_PROMPT, CROWD_STEPS = 16, 1023, 48
+CROWD_DUE = 768 + 256 + 64  # position: these prompts store 768 tokens
+
+
+def continued(worker: Engine, sessions: list[Session], logits: list[torch.Tensor]) -> list[list[int]]:
+    """[B, steps] tokens of sessions that step together until N has grown, beside a store that takes no time.
+
+    Between two steps no seal does more than a piece, and at most half of them do one."""
+    tokens = [[int(row.argmax())] for row in logits]
+    pieces = [0] * len(sessions)
+    for position in range(CROWD_PROMPT, CROWD_DUE + CROWD_STEPS + 4):
+        rows = worker.step(sessions, [row[-1] for row in tokens])
+        grown = 256 if position > CROWD_DUE + CROWD_STEPS else 0
+        assert [session.stored for session in sessions] == [768 + grown] * len(sessions), position
+        works = [session.sealing for session in sessions]
+        done = [work.pieces if work is not None else 0 for work in works]
+        extra = [max(0, now - before) for now, before in zip(done, pieces, strict=True)]
+        assert max(extra) <= 1
+        assert sum(extra) <= CROWD // 2
+        pieces = done
+        for work in works:
+            while work is not None and work.waiting:
+                work.wait(TICK_S)
+        for row, logit in zip(tokens, rows, strict=True):
+            row.append(int(logit.argmax()))
+    return tokens
+
+
+@pytest.mark.timeout(120)
+def test_seals_that_are_due_together_are_as_punctual_as_one_alone(
+    engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that has no time to spare beside steps."""
+    monkeypatch.setattr(sealing, "STEP_SHARE", 0.0)
+    monkeypatch.setattr(sealing, "SEAL_STEPS", CROWD_STEPS)
+    worker = engine(**SEALING | {"context": 1280}, slots=CROWD)
+    made = [worker.prefill(random_ids(CROWD_PROMPT, 40 + number)) for number in range(CROWD)]
+    together = continued(worker, [session for session, _ in made], [logits for _, logits in made])
+    for session, _ in made:
+        worker.close_session(session)
+    for number in range(0, CROWD, 5):
+        session, logits = worker.prefill(random_ids(CROWD_PROMPT, 40 + number))
+        assert continued(worker, [session], [logits]) == [together[number]]
+        worker.close_session(session)
 
 
 @pytest.mark.timeout(120)

@@ -1,9 +1,9 @@
 """Sealing: the oldest 256 tokens of a session's tail become a durable pack, read from the window that holds them.
 
 It happens beside decode steps: bounded pieces between two of them, the store's answers awaited in another thread. The
-session goes on with the pack SEAL_STEPS steps after it was due, so that what a step selects from depends neither on how
-fast the store was, unless that takes longer, nor on how many sessions there are: each seal has a schedule by steps. What
-it is behind of that is done whatever time it takes; the time that there is beside steps goes to work ahead of it.
+session goes on with the pack SEAL_STEPS steps after it was due, so that what a step selects from depends neither on
+how fast the store was, unless that takes longer, nor on how many sessions there are: each seal has a schedule by steps.
+What it is behind of that is done whatever time it takes; the time that there is beside steps goes to work ahead of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Prefills and seals go on in pieces beside others' steps: they change no bit, and given up they leave nothing."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode_worker import _native
 from decode_worker.config import WorkerConfig
 from decode_worker.engine import prefill, sealing
 from decode_worker.engine.engine import Engine
@@ -108,6 +110,73 @@ def test_two_sessions_with_one_prompt_prefill_it_side_by_side(engine: EngineFact
         pass
     wanted = expected.tokens(prompt, 6, policy="infinigen", retriever="exact", budget=0.1)
     assert [greedy(worker, *work.result, 6) for work in works] == [wanted] * 2
+
+
+# --- deadlines ---
+
+
+@pytest.mark.timeout(120)
+def test_a_ticket_that_never_ends_is_waited_for_as_long_as_asked_and_given_up_at_its_deadline(
+    daemon: Daemon, engine: EngineFactory
+) -> None:
+    worker = engine(wait_ms=1500)
+    session, _ = worker.prefill(random_ids(900, 31))
+    daemon.set_faults(stopped=True)
+    (ticket, *_) = worker.policy.bind_tickets(session.slot, 4096, 1 << 16)
+    posted = worker.transport.post(ticket)
+    started = time.monotonic()
+    posted.wait(0.2)
+    assert 0.2 <= time.monotonic() - started < 1.0
+    assert not posted.done()
+    while not posted.done():
+        assert time.monotonic() - started < 30
+        time.sleep(0.01)
+    assert time.monotonic() - started >= 1.5
+    with pytest.raises(_native.RingTimeout, match="poisoned"):
+        posted.check()
+    assert worker.transport.bulk.poisoned
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["prompt", "seal"])
+def test_work_that_is_only_polled_ends_when_its_daemon_stops(daemon: Daemon, engine: EngineFactory, kind: str) -> None:
+    """Calls are answered, the copy thread is not there; nobody ever waits, and no step needs the store."""
+    worker = engine(**SEALING | {"eta": -1.0}, wait_ms=1000)
+    if kind == "seal":
+        session, logits = worker.prefill(random_ids(PROMPT, 32))
+        token = steps(worker, session, int(logits.argmax()), SEAL_DUE + 1 - PROMPT)
+        daemon.set_faults(stopped=True)
+        steps(worker, session, token, 1)
+        assert session.sealing is not None
+        work: Work[Any] = session.sealing
+    else:
+        work = worker.begin(random_ids(PROMPT, 33))
+        while work.pieces < 2:
+            piece(work)
+        worker.transport.require_daemon = lambda: None  # type: ignore[method-assign]
+        worker._prefill._alive = lambda: None
+        daemon.set_faults(stopped=True)
+    deadline = time.monotonic() + 60
+    with pytest.raises(_native.RingTimeout):
+        while not work.ended:
+            assert time.monotonic() < deadline
+            work.advance()
+            time.sleep(0.001)
+    assert worker.transport.bulk.poisoned
+
+
+@pytest.mark.timeout(120)
+def test_tickets_behind_slow_ones_are_not_overdue(daemon: Daemon, engine: EngineFactory) -> None:
+    """Each takes most of the wait: together far more, which nobody has looked at meanwhile."""
+    worker = engine(wait_ms=1500)
+    session, _ = worker.prefill(random_ids(900, 34))
+    tickets = list(worker.policy.bind_tickets(session.slot, 4096, 1 << 16))
+    daemon.set_faults(delay_us=400_000)
+    posted = [worker.transport.post(tickets[0]) for _ in range(8)]
+    time.sleep(2.0)
+    for each in reversed(posted):
+        each.check()
+    assert not worker.transport.bulk.poisoned
 
 
 # --- seals ---

@@ -382,7 +382,7 @@ class Engine:
             rest = [(keys[i : i + 1], values[i : i + 1]) for keys, values in prefilled.rest]
             self.loop.remember(session.slot, position, rest)
             yield None
-        self.loop.seed(session.slot, session.position, prefilled.last_query)
+        yield from self.loop.seed(session.slot, session.position, prefilled.last_query)
 
     def _shrink(self) -> None:
         """Returns what prefill alone needed. The C library keeps freed layers of a long prompt for itself otherwise."""

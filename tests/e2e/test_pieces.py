@@ -1,5 +1,6 @@
 """Prefills and seals go on in pieces beside others' steps: they change no bit, and given up they leave nothing."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -8,8 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from decode_worker import _native
 from decode_worker.config import WorkerConfig
@@ -17,13 +20,15 @@ from decode_worker.engine import prefill, sealing
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.sealing import SEAL_STEPS
 from decode_worker.engine.session import Session
+from decode_worker.policy.plan import NO_PAIRS, RUN_DTYPE, Ticket
 from decode_worker.scheduler import Finish, Request
+from decode_worker.transport import Transport
 from decode_worker.work import TICK_S, Work
 from decode_worker.worker import Worker
 from kvstore_service.client import AdminClient, StoreError
 from tests.support.daemon_process import Daemon
 
-from .conftest import EngineFactory, Expected, greedy, joined, random_ids, worker_settings
+from .conftest import LAYERS, EngineFactory, Expected, greedy, joined, random_ids, worker_settings
 
 CHUNK = 256
 PROMPT = 520
@@ -82,6 +87,32 @@ def test_prompts_in_turns_between_steps_are_computed_bit_by_bit_as_alone(
         for work in works:
             engine.close_session(work.result[0])
         assert together == [greedy(engine, *engine.prefill(prompt), 8) for prompt in prompts]
+
+
+@pytest.mark.timeout(120)
+def test_steps_lie_between_the_layers_of_a_sessions_first_sets(engine: EngineFactory) -> None:
+    settings = {"policy": "qsac", "eta": 0.5, "layer0": "offloaded", "slots": 2}
+    running, prompt = random_ids(300, 15), random_ids(4 * CHUNK, 16)  # no token of it lies behind its packs
+    worker = engine(**settings)
+    session, logits = worker.prefill(prompt)
+    alone = greedy(worker, session, logits, 8)
+    worker.close_session(session)
+    neighbour, other = worker.prefill(running)
+    begun, begin = [], worker.loop._begin
+
+    def recorded(slots: list[int], positions: list[int]) -> None:
+        begun.append(list(slots))
+        begin(slots, positions)
+
+    worker.loop._begin = recorded  # type: ignore[method-assign, assignment]
+    work = worker.begin(prompt)
+    while not piece(work):
+        other = worker.step([neighbour], [int(other.argmax())])[0]
+    session, logits = work.result
+    first_sets = [i for i, slots in enumerate(begun) if slots == [session.slot]]
+    assert len(first_sets) == LAYERS
+    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(first_sets))
+    assert greedy(worker, session, logits, 8) == alone
 
 
 @pytest.mark.timeout(120)
@@ -156,27 +187,55 @@ def test_work_that_is_only_polled_ends_when_its_daemon_stops(daemon: Daemon, eng
         worker.transport.require_daemon = lambda: None  # type: ignore[method-assign]
         worker._prefill._alive = lambda: None
         daemon.set_faults(stopped=True)
-    deadline = time.monotonic() + 60
     with pytest.raises(_native.RingTimeout):
-        while not work.ended:
-            assert time.monotonic() < deadline
-            work.advance()
-            time.sleep(0.001)
+        only_poll(work)
     assert worker.transport.bulk.poisoned
 
 
+def only_poll(work: Work[Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not work.advance():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class SlowRing:
+    """Takes every ticket; those below `reached` have ended."""
+
+    tickets, poisoned, posted, reached = 8, False, 0, 0
+
+    def post(self, *_: object) -> int:
+        self.posted += 1
+        return self.posted
+
+    def poll(self, seq: int) -> NDArray[np.uint32]:
+        return np.full((1, 2), seq < self.reached, np.uint32)
+
+    def poison(self) -> None:
+        self.poisoned = True
+
+
 @pytest.mark.timeout(120)
-def test_tickets_behind_slow_ones_are_not_overdue(daemon: Daemon, engine: EngineFactory) -> None:
-    """Each takes most of the wait: together far more, which nobody has looked at meanwhile."""
-    worker = engine(wait_ms=1500)
-    session, _ = worker.prefill(random_ids(900, 34))
-    tickets = list(worker.policy.bind_tickets(session.slot, 4096, 1 << 16))
-    daemon.set_faults(delay_us=400_000)
-    posted = [worker.transport.post(tickets[0]) for _ in range(8)]
-    time.sleep(2.0)
-    for each in reversed(posted):
-        each.check()
-    assert not worker.transport.bulk.poisoned
+def test_a_ticket_behind_slow_ones_is_overdue_only_when_they_stand_still(
+    monkeypatch: pytest.MonkeyPatch, daemon: Daemon, checkpoint: Path
+) -> None:
+    with joined(daemon, checkpoint, wait_ms=200) as worker, monkeypatch.context() as patch:
+        require_patience(worker.transport, patch)
+
+
+def require_patience(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = SlowRing()
+    monkeypatch.setattr(transport, "bulk", ring)
+    posted = [transport.post(Ticket(_native.OP_STORE, 0, np.zeros(1, RUN_DTYPE), NO_PAIRS)) for _ in range(3)]
+    time.sleep(0.3)  # nobody looks
+    ring.reached = 2
+    assert not posted[2].done()
+    assert not ring.poisoned
+    time.sleep(0.3)
+    assert posted[2].done()
+    with pytest.raises(_native.RingTimeout, match="ticket 3"):
+        posted[2].check()
+    assert ring.poisoned
 
 
 # --- seals ---

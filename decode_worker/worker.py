@@ -132,6 +132,7 @@ class Worker:
         self, document: Sequence[int], question: Sequence[int], new_tokens: int, decode_question: bool = False
     ) -> Answer:
         """Asks one question of a stored document in a fresh session: one decode step per answer token but the first.
+        Holds the engine for its whole run, because what it counts must be its own; `generate` is what serves.
 
         The question is prefilled: exact attention over all of the document, computed behind what is stored of it.
         `decode_question`: in steps of its own instead, as sparse as the policy, behind every stored block."""
@@ -199,11 +200,14 @@ class Worker:
         self._scheduler.cancel_key(key)
 
     def close(self) -> None:
-        """Generations under way end with an error that says so. Idempotent."""
+        """Generations under way end with an error that says so. Idempotent.
+
+        A prompt's `progress` may call it: the engine is closed behind that piece, once the prompt has given back what
+        it held."""
         with self._lock:
             self._closed = True
             self._scheduler.end(ValueError("the worker was closed while it was generating"))
-            self._engine.close()
+            self._lock.leave(self._engine.close)
         if self._admin is not None:
             self._admin.close()
 

@@ -18,7 +18,7 @@ from decode_worker.engine.footprint import Footprint, attended_share
 from decode_worker.engine.session import Session
 from decode_worker.failures import explained
 from decode_worker.model.transformer import Transformer
-from decode_worker.scheduler import Generation, Piece, Request, Scheduler
+from decode_worker.scheduler import Generation, Output, Request, Scheduler
 from decode_worker.turns import Turns
 from kvstore_service.client import AdminClient, StoreError
 
@@ -114,7 +114,7 @@ class Worker:
         with self._explaining():
             scheduler, generation = self._submit(Request(ids, 1), show)
             *_, last = scheduler.stream(generation)
-        assert last.usage is not None, "the last piece of a text says what it took"
+        assert last.usage is not None, "the last output of a text says what it took"
         return PrefillReport(len(ids), last.usage.stored, last.usage.prefill_s)
 
     def prefill_speed(self, ids: Sequence[int], stored: bool) -> float:
@@ -180,7 +180,7 @@ class Worker:
             raise ValueError("no session has run with the present settings yet")
         return self._footprint
 
-    def generate(self, request: Request, progress: Callable[[int, int], None] | None = None) -> Iterator[Piece]:
+    def generate(self, request: Request, progress: Callable[[int, int], None] | None = None) -> Iterator[Output]:
         """Continues a prompt until `new_tokens`, one of its stops or an end-of-sequence token. Requests of several
         threads are decoded together, as many at a time as there are slots; closing the iterator cancels its own."""
         request = replace(request, stop_ids=request.stop_ids | self._engine.tokenizer.eos_ids)

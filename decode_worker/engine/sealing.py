@@ -23,8 +23,9 @@ from decode_worker.packs import IndexedPack
 from decode_worker.policy.base import Policy
 from decode_worker.policy.settings import SEAL_TOKENS, STAGGER
 from decode_worker.records import RecordFormat
+from decode_worker.store_calls import StoreCalls
 from decode_worker.transport import Transport
-from decode_worker.work import Caller, Pieces, Work
+from decode_worker.work import Pieces, Work
 from kvstore_service.client import HASH_BLOCK_TOKENS, NO_PARENT, PackReservation, StoreError
 
 RETRY_S = 1.0
@@ -34,7 +35,7 @@ PIECES_S_MAX = 0.02
 
 
 class Sealer:
-    """`computing`: what the tails' KV is computed under. `slot_bytes`: of each slot's part of the window."""
+    """`provenance`: what the tails' KV is computed under. `slot_bytes`: of each slot's part of the window."""
 
     def __init__(
         self,
@@ -42,17 +43,17 @@ class Sealer:
         policy: Policy,
         transport: Transport,
         writer: PackWriter,
-        caller: Caller,
+        calls: StoreCalls,
         *,
-        computing: bytes,
+        provenance: bytes,
         slot_bytes: int,
     ) -> None:
         self._records = records
         self._policy = policy
         self._transport = transport
         self._writer = writer
-        self._caller = caller
-        self._computing = computing
+        self._calls = calls
+        self._provenance = provenance
         self._slot_bytes = slot_bytes
         settings = policy.settings
         # A tail of the least size is full STAGGER steps after its seal is due.
@@ -147,7 +148,7 @@ class Sealer:
         try:
             if draft.sealed is None:
                 yield from self._store(session, draft)
-            pack = yield from self._caller.call(self._writer.seal, session.session_id, draft)
+            pack = yield from self._calls.call(self._writer.seal, session.session_id, draft)
         except BaseException as error:
             if draft.sealed is None:
                 self._writer.abort([draft], error)
@@ -161,8 +162,8 @@ class Sealer:
         first = session.stored
         ids = session.tokens[first : first + HASH_BLOCK_TOKENS]
         parent = session.packs[-1].ref.pack_id if session.packs else NO_PARENT
-        reservation = PackReservation(first, len(ids), token_digest(ids, self._computing), parent)
-        (draft,) = yield from self._caller.call(
+        reservation = PackReservation(first, len(ids), token_digest(ids, self._provenance), parent)
+        (draft,) = yield from self._calls.call(
             self._writer.reserve, session.session_id, [reservation], True, undo=self._writer.abort
         )
         return draft

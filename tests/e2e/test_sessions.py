@@ -147,7 +147,7 @@ def test_who_asks_for_something_else_beside_a_generation_gets_a_turn(worker: Wor
     with ThreadPoolExecutor(1) as pool:
         stream = worker.generate(endless)
         next(stream)
-        generating = pool.submit(lambda: sum(piece.token is not None for piece in stream))
+        generating = pool.submit(lambda: sum(output.token is not None for output in stream))
         (running,), produced = worker._scheduler._running, []
         report = worker.prefill_document(document, lambda done, total: produced.append(running.produced))
         assert report.stored_tokens == 1024

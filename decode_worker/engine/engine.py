@@ -17,6 +17,7 @@ from decode_worker.engine.provenance import provenance
 from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
+from decode_worker.engine.under_way import End, UnderWay
 from decode_worker.failures import clean_up, prefix_changed
 from decode_worker.kernels.base import StepContext
 from decode_worker.kernels.products import PRODUCTS
@@ -24,7 +25,7 @@ from decode_worker.kernels.sets import KERNELS
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.model.transformer import Transformer
-from decode_worker.pack_writer import LeftAlone, PackWriter
+from decode_worker.pack_writer import OTHERS_WAIT_S, LeftAlone, PackWriter
 from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.base import make_policy
 from decode_worker.records import STORAGE_DTYPES, RecordFormat
@@ -77,6 +78,7 @@ class Engine:
         self._provenance = provenance(config, self.policy)
         self._free_slots = list(range(config.slots))[::-1]
         self._open_sessions: set[Session] = set()
+        self._under_way: list[UnderWay] = []
         self._calls = StoreCalls()
         with contextlib.ExitStack() as stack:
             stack.callback(self._calls.close)
@@ -139,31 +141,65 @@ class Engine:
     ) -> tuple[Session, torch.Tensor]:
         """Computes and stores a prompt, binds a slot. Returns the session and float32 logits [vocab] after the last
         token. `growth`: how many tokens are expected to follow; the number of selected places is chosen for them."""
-        return self.begin(ids, progress, growth).finish()
+        self._check_prompt(ids)
+        return Work(self._prompt(ids, progress, growth, patient=False), computing).finish()
 
     def begin(
         self, ids: Sequence[int], progress: Progress | None = None, growth: int = 0
     ) -> Work[tuple[Session, torch.Tensor]]:
-        """A `prefill` in pieces, with steps of other sessions between them. It holds a slot from its first piece on."""
+        """A `prefill` in pieces, with steps of other sessions between them. It holds a slot from its first piece on.
+
+        While a prompt that began before is computing most of this one, it waits: whoever drives it drives them all."""
         self._check_prompt(ids)
-        return Work(self._prompt(ids, progress, growth), computing)
+        return Work(self._prompt(ids, progress, growth, patient=True), computing)
 
     def _prompt(
-        self, ids: Sequence[int], progress: Progress | None, growth: int
+        self, ids: Sequence[int], progress: Progress | None, growth: int, patient: bool
     ) -> Pieces[tuple[Session, torch.Tensor]]:
-        compete = False
+        """Not `patient`: nobody drives the others meanwhile, so it waits for none of them."""
+        mine, earlier = UnderWay(ids), list(self._under_way)
+        self._under_way.append(mine)
+        try:
+            return (yield from self._attempts(ids, progress, growth, earlier, patient))
+        finally:
+            mine.ended = True
+            self._under_way.remove(mine)
+
+    def _attempts(
+        self,
+        ids: Sequence[int],
+        progress: Progress | None,
+        growth: int,
+        earlier: Sequence[UnderWay],
+        patient: bool,
+    ) -> Pieces[tuple[Session, torch.Tensor]]:
+        hasty = compete = bool(earlier) and not patient
         for attempt in range(1, ATTEMPTS + 1):
             session = yield from self._open(growth)
             try:
+                if patient:
+                    yield from self._await(earlier, ids)
                 logits = yield from self._prefill_into(session, ids, progress, compete)
                 break
             except BaseException as error:
                 self.give_up(session, error)
                 if attempt == ATTEMPTS or not (isinstance(error, LeftAlone) or prefix_changed(error)):
                     raise
-                compete = isinstance(error, LeftAlone) and error.compete
+                compete = hasty or (isinstance(error, LeftAlone) and error.compete)
         self._shrink()
         return session, logits
+
+    def _await(self, earlier: Sequence[UnderWay], ids: Sequence[int]) -> Pieces[None]:
+        """Until none of them computes most of `ids`, unless the store has that already."""
+        pack_tokens = self.transport.pack_tokens
+        for other in earlier:
+            shared = other.gives(ids, pack_tokens)
+            if other.ended or not shared:
+                continue
+            wanted = reusable(ids[:-1], pack_tokens)
+            found = yield from self._calls.call(self.client.lookup_prefix, self.layout.fingerprint, wanted)
+            if sum(ref.tokens for ref in found) < shared:
+                yield End(other, OTHERS_WAIT_S)
 
     def _prefill_into(
         self, session: Session, ids: Sequence[int], progress: Progress | None, compete: bool

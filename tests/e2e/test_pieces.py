@@ -132,15 +132,67 @@ def test_a_prefill_that_is_given_up_anywhere_leaves_nothing(daemon: Daemon, chec
         assert after > 40, "it was given up at many places"
 
 
+def side_by_side(works: list[Work[Any]]) -> None:
+    """In turns, as a scheduler does it."""
+    deadline = time.monotonic() + 60
+    while not all([work.advance() for work in works]):
+        assert time.monotonic() < deadline
+
+
 @pytest.mark.timeout(120)
-def test_two_sessions_with_one_prompt_prefill_it_side_by_side(engine: EngineFactory, expected: Expected) -> None:
-    prompt = random_ids(1100, 6)
+@pytest.mark.parametrize("first", ["ends", "is-given-up"])
+def test_of_two_sessions_with_one_prompt_the_second_waits_for_what_the_first_computes(
+    engine: EngineFactory, expected: Expected, first: str
+) -> None:
+    prompt, computed = random_ids(1100, 6), [0, 0]
     worker = engine(policy="infinigen", slots=2)
-    works = [worker.begin(prompt) for _ in range(2)]
-    while not all([piece(work) for work in works]):
-        pass
+
+    def counter(number: int) -> Callable[[int, int], None]:
+        def progress(done: int, total: int) -> None:
+            computed[number] = total
+
+        return progress
+
+    works = [worker.begin(prompt, counter(number)) for number in range(2)]
+    while not computed[0]:
+        assert not piece(works[0])
+    for _ in range(8):
+        assert not piece(works[0])
+        works[1].advance()
+    assert computed == [1100 * LAYERS, 0]
+    if first == "is-given-up":
+        works.pop(0).give_up()
+    side_by_side(works)
+    assert computed[1] == (76 if first == "ends" else 1100) * LAYERS
     wanted = expected.tokens(prompt, 6, policy="infinigen", retriever="exact", budget=0.1)
-    assert [greedy(worker, *work.result, 6) for work in works] == [wanted] * 2
+    assert [greedy(worker, *work.result, 6) for work in works] == [wanted] * len(works)
+
+
+@pytest.mark.timeout(120)
+def test_a_prompt_waits_for_none_that_has_little_of_it_nor_for_what_the_store_has(engine: EngineFactory) -> None:
+    stored, other = random_ids(2 * CHUNK, 17), random_ids(CHUNK, 18)
+    worker = engine(policy="infinigen", slots=3)
+    worker.close_session(worker.prefill(stored)[0])
+    first = worker.begin([*stored, *other, *random_ids(600, 19)])
+    while first.pieces < 3:
+        piece(first)
+    for late in ([*stored, *random_ids(40, 20)], [*stored, *other, *random_ids(1500, 21)]):
+        second = worker.begin(late)
+        while not piece(second):
+            pass
+        worker.close_session(second.result[0])
+    assert not first.ended
+
+
+@pytest.mark.timeout(60)
+def test_a_prompt_that_is_computed_at_once_waits_for_none_that_nobody_goes_on_with(engine: EngineFactory) -> None:
+    prompt, worker = random_ids(1100, 22), engine(policy="infinigen", slots=2)
+    first = worker.begin(prompt)
+    while first.pieces < 3:
+        piece(first)
+    session, logits = worker.prefill(prompt)
+    assert torch.equal(logits, worker.compute_only(prompt))
+    assert first.finish()[0].stored == session.stored == 1024
 
 
 # --- deadlines ---

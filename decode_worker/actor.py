@@ -20,7 +20,7 @@ from typing import Any, Self
 import ray
 
 from decode_worker.config import ENVIRONMENT, WorkerConfig
-from decode_worker.scheduler import Piece, Request
+from decode_worker.scheduler import Output, Request
 from decode_worker.worker import PrefillReport, Worker
 from kvstore_service.shared.scratch import Scratch
 
@@ -157,7 +157,7 @@ class RemoteWorker:
         report: PrefillReport = self._call("prefill_document", ids, meanwhile=ask)
         return report
 
-    def generate(self, request: Request) -> Iterator[Piece]:
+    def generate(self, request: Request) -> Iterator[Output]:
         """As Worker's; several threads may generate at once. Closing the iterator cancels the request."""
         request = replace(request, key=request.key or secrets.token_hex(8))
         answers = self._actor.generate.remote(request)
@@ -171,8 +171,8 @@ class RemoteWorker:
                     except StopIteration:
                         ended = True
                         return
-                    piece: Piece = ray.get(answer)
-                yield piece
+                    output: Output = ray.get(answer)
+                yield output
         finally:
             if not ended:
                 self._actor.cancel.options(concurrency_group=CONTROL).remote(request.key)

@@ -125,16 +125,16 @@ def _stream(worker: Worker, request: Request, shown: TextIO | None) -> tuple[str
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task("prefill", total=None)
-        pieces = worker.generate(request, lambda done, total: bar.update(row, completed=done, total=total))
-        first = next(pieces)
+        outputs = worker.generate(request, lambda done, total: bar.update(row, completed=done, total=total))
+        first = next(outputs)
     try:
-        for piece in itertools.chain([first], pieces):
-            texts.append(piece.text)
+        for output in itertools.chain([first], outputs):
+            texts.append(output.text)
             if shown is not None:
-                print(piece.text, end="", file=shown, flush=True)
+                print(output.text, end="", file=shown, flush=True)
     finally:
         if shown is not None:
             print(file=shown, flush=True)
-    assert piece.finish is not None, "the last piece of a text says how it ended"
-    assert piece.usage is not None
-    return "".join(texts), piece.finish, piece.usage
+    assert output.finish is not None, "the last output of a text says how it ended"
+    assert output.usage is not None
+    return "".join(texts), output.finish, output.usage

@@ -17,8 +17,9 @@ from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.plan import RUN_DTYPE
 from decode_worker.records import RecordFormat
 from decode_worker.retrieval.base import Retriever
+from decode_worker.store_calls import StoreCalls
 from decode_worker.transport import Posted, Transport
-from decode_worker.work import Caller, Pause, Pieces
+from decode_worker.work import Pause, Pieces
 from kvstore_service.client import (
     CommittedPack,
     PackImportance,
@@ -72,7 +73,7 @@ class PackWriter:
         client: StoreClient,
         transport: Transport,
         catalogue: PackCatalogue,
-        caller: Caller,
+        calls: StoreCalls,
         *,
         clustered: bool,
     ) -> None:
@@ -81,7 +82,7 @@ class PackWriter:
         self._client = client
         self._transport = transport
         self._catalogue = catalogue
-        self._caller = caller
+        self._calls = calls
         self._clustered = clustered
 
     def reserve(
@@ -117,13 +118,24 @@ class PackWriter:
             raise damage
 
     def store(
-        self, draft: PackDraft, layer: int, keys: torch.Tensor, values: torch.Tensor, importance: torch.Tensor
+        self,
+        draft: PackDraft,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        importance: torch.Tensor,
+        order: NDArray[np.uint16] | None = None,
     ) -> Pieces[None]:
-        """Orders, indexes and stages one layer: K, V [n, H, d]; importance [H, n]. Layers come in order."""
+        """Orders, indexes and stages one layer: K, V [n, H, d]; importance [H, n]. Layers come in order.
+
+        order: [H, n], record -> token, of who knows one; a pack that is stored already keeps its own."""
         if draft.known is not None:
             return
         rounded = self._records.rounded(keys)
-        order = self._order(draft, layer, rounded, importance)
+        if draft.stored_order is not None:
+            order = draft.stored_order[layer]
+        elif order is None:
+            order = self._order(rounded, importance)
         draft.orders.append(order)
         draft.index_layers.append(self._retriever.build(layer, rounded.numpy(), order))
         if draft.reserved.upload_id is not None:
@@ -131,9 +143,7 @@ class PackWriter:
             self._stage(draft, layer, keys, values, order)
         yield None
 
-    def _order(self, draft: PackDraft, layer: int, keys: torch.Tensor, importance: torch.Tensor) -> NDArray[np.uint16]:
-        if draft.stored_order is not None:
-            return draft.stored_order[layer]
+    def _order(self, keys: torch.Tensor, importance: torch.Tensor) -> NDArray[np.uint16]:
         if self._clustered:
             return packing.clustered_order(keys.transpose(0, 1), importance)
         return packing.token_order(keys.shape[1], len(keys))
@@ -156,7 +166,8 @@ class PackWriter:
     def flush(self, drafts: Sequence[PackDraft]) -> Pieces[None]:
         """Until the daemon has acknowledged every staged layer."""
         for posted in [posted for draft in drafts for posted in draft.posted]:
-            yield posted
+            if not posted.done():
+                yield posted
             posted.check()
 
     def commit(self, session_id: str, drafts: Sequence[PackDraft]) -> Pieces[list[IndexedPack]]:
@@ -165,7 +176,7 @@ class PackWriter:
         LeftAlone if another worker does not commit a pack that this one has left to it."""
         yield from self.flush(drafts)
         yield from self._await_others(session_id, drafts)
-        return (yield from self._caller.call(self._commit, session_id, drafts))
+        return (yield from self._calls.call(self._commit, session_id, drafts))
 
     def _commit(self, session_id: str, drafts: Sequence[PackDraft]) -> list[IndexedPack]:
         mine = [d.reserved.upload_id for d in drafts if d.reserved.upload_id is not None]
@@ -190,7 +201,7 @@ class PackWriter:
             yield Pause(min(remaining_s, *(draft.reserved.retry_after_s or 0 for draft in theirs)))
             parents = dict(zip(map(id, drafts[1:]), (d.reserved.pack.pack_id for d in drafts), strict=False))
             again = [replace(d.reservation, parent=parents.get(id(d), d.reservation.parent)) for d in theirs]
-            answers = yield from self._caller.call(self._client.reserve_pack, session_id, again)
+            answers = yield from self._calls.call(self._client.reserve_pack, session_id, again)
             for draft, answer in zip(theirs, answers, strict=True):
                 draft.reserved = answer
             given_up = [draft for draft in theirs if draft.reserved.upload_id is not None]

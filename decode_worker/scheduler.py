@@ -115,8 +115,8 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A generated token and the text that can be shown with it. The last piece of a text has no token, but says how it
+class Output:
+    """A generated token and the text that can be shown with it. The last one of a text has no token, but says how it
     ended and what it took."""
 
     token: int | None
@@ -134,7 +134,7 @@ class Generation(Generic[Session]):
     progress: Progress | None
     sampler: Sampler
     stop_text: StopText
-    pieces: deque[Piece] = field(default_factory=deque)  # not taken yet
+    outputs: deque[Output] = field(default_factory=deque)  # not taken yet
     produced: int = 0
     last: int = -1  # the latest token, which no step has processed yet
     turn: tuple[int, int] = (0, 0)  # the lower, the sooner its prompt is computed
@@ -180,14 +180,14 @@ class Scheduler(Generic[Session]):
             bisect.insort(self._prompts, generation, key=lambda other: other.turn)
         return generation
 
-    def stream(self, generation: Generation[Session]) -> Iterator[Piece]:
-        """The pieces of one generation as they come; its own error is raised behind them.
+    def stream(self, generation: Generation[Session]) -> Iterator[Output]:
+        """The outputs of one generation as they come; its own error is raised behind them.
 
         A stream that is closed or interrupted cancels its generation, without a wait: the collector may be who closes
         it."""
         try:
-            while self._await_piece(generation):
-                yield generation.pieces.popleft()
+            while self._await_output(generation):
+                yield generation.outputs.popleft()
         except BaseException as error:
             reason = None if isinstance(error, GeneratorExit) else error
             self._lock.leave(lambda: self.cancel(generation, reason))
@@ -195,11 +195,11 @@ class Scheduler(Generic[Session]):
         if generation.error is not None:
             raise generation.error
 
-    def _await_piece(self, generation: Generation[Session]) -> bool:
+    def _await_output(self, generation: Generation[Session]) -> bool:
         """Drives the engine until there is one, or sleeps while another thread does. False behind the last one."""
 
         def moved() -> bool:
-            return bool(generation.pieces) or generation.finish is not None
+            return bool(generation.outputs) or generation.finish is not None
 
         while not moved():
             if self._lock.acquire(unless=moved):
@@ -207,7 +207,7 @@ class Scheduler(Generic[Session]):
                     self.advance()
                 finally:
                     self._lock.release()
-        return bool(generation.pieces)
+        return bool(generation.outputs)
 
     def advance(self) -> bool:
         """Computes pieces of one prompt for up to PIECES_S, then makes one step of all that run. False if there was
@@ -324,7 +324,7 @@ class Scheduler(Generic[Session]):
         generation.last = token
         generation.produced += 1
         text = generation.stop_text.push(generation.stream.push(token))
-        generation.pieces.append(Piece(token, text))
+        generation.outputs.append(Output(token, text))
         if generation.stop_text.reached:
             self._end(generation, Finish.STOP)
         elif generation.produced == request.new_tokens:
@@ -356,9 +356,9 @@ class Scheduler(Generic[Session]):
         if not generation.stop_text.reached:
             rest = generation.stop_text.push(generation.stream.finish()) + generation.stop_text.finish()
         if generation.error is None:
-            generation.pieces.append(Piece(None, rest, finish, _usage(generation, session)))
+            generation.outputs.append(Output(None, rest, finish, _usage(generation, session)))
         elif rest:
-            generation.pieces.append(Piece(None, rest))
+            generation.outputs.append(Output(None, rest))
         generation.finish = finish
 
     def _close(self, generation: Generation[Session], session: Session, error: BaseException | None) -> None:

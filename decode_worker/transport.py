@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from kvstore_service.client import RingGeometry, StoreClient, StoreError, Worker
 DATA_LOSS, ABORTED = _native.FAULT_DATA_LOSS, _native.FAULT_ABORTED
 LATE_RETRY_S = 1.0  # after runs whose disk reads or writes were too slow
 PART_ALIGN = 64
+LOOK_S_MIN, LOOK_S_MAX = 20e-6, 1e-3  # between two looks at a ticket that is waited for
 BEAT_MARGIN_NS = 500_000_000  # a beat comes every 50 ms, but a loaded machine may delay it
 
 
@@ -53,6 +55,7 @@ class Transport:
         self.pack_tokens = memory.pack_tokens
         self._posted: deque[Posted] = deque()  # bulk tickets, the oldest first
         self._next_seq = 0
+        self._moved_s = 0.0  # when a bulk ticket was posted, or a run of one was last seen to have ended
         with contextlib.closing(memory), contextlib.ExitStack() as undo:
             self.window = _window(memory)
             undo.callback(self.window.close)
@@ -82,9 +85,23 @@ class Transport:
             self._posted[0].settle()
             self._posted.popleft()
         seq = self.bulk.post(ticket.op, 0, ticket.layer, ticket.runs, ticket.pairs, self.wait_us)
-        self._posted.append(Posted(self.bulk, seq, self.wait_us))
+        self._posted.append(Posted(self, seq))
         self._next_seq = seq + 1
+        self.moved()
         return self._posted[-1]
+
+    def moved(self) -> None:
+        """Something has gone on: the wait for bulk tickets begins anew."""
+        self._moved_s = time.monotonic()
+
+    def overdue(self) -> bool:
+        """Whether nothing of any bulk ticket has moved for as long as one may be waited for. RingPoisoned."""
+        if time.monotonic() - self._moved_s < self.wait_us * 1e-6:
+            return False
+        if any([posted.look() for posted in self._posted]):  # what nobody has looked at since
+            self.moved()
+            return False
+        return True
 
     def room(self) -> Pieces[None]:
         """Until the ring takes another bulk ticket at once."""
@@ -152,33 +169,53 @@ def fault_of(code: int, what: str = "a transfer") -> StoreError:
 
 
 class Posted:
-    """A bulk ticket under way."""
+    """A bulk ticket under way.
 
-    def __init__(self, ring: _native.RingProducer, seq: int, wait_us: int) -> None:
+    Its deadline counts from when the ring's tickets last moved, as the daemon's own does: one behind others that take
+    their time is not lost."""
+
+    def __init__(self, transport: Transport, seq: int) -> None:
         self.seq = seq
-        self._ring = ring
-        self._wait_us = wait_us
+        self._transport = transport
+        self._ring = transport.bulk
+        self._ended = 0  # runs
         self._statuses: NDArray[np.uint32] | None = None
 
-    def done(self) -> bool:
-        """Whether it has ended, or never will."""
-        if self._statuses is None:
-            try:
-                statuses = self._ring.poll(self.seq)
-            except _native.RingError:
-                return True
-            if statuses[:, 0].all():
-                self._statuses = statuses
-        return self._statuses is not None
+    def look(self) -> bool:
+        """Whether more of it has ended since the last look. RingPoisoned."""
+        if self._statuses is not None:
+            return False
+        statuses = self._ring.poll(self.seq)
+        before, self._ended = self._ended, int(np.count_nonzero(statuses[:, 0]))
+        if self._ended == len(statuses):
+            self._statuses = statuses
+        return self._ended > before
 
-    def wait(self, timeout_s: float = 0.0) -> None:
-        """Returns when it has ended; the ring's own deadline holds. RingTimeout, RingPoisoned."""
-        self.settle()
+    def done(self) -> bool:
+        """Whether it has ended, or never will: then `settle` says why. Never blocks."""
+        try:
+            if self.look():
+                self._transport.moved()
+            return self._statuses is not None or self._transport.overdue()
+        except _native.RingError:
+            return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when it is done, or after `timeout_s`."""
+        started = time.monotonic()
+        while not self.done() and (waited_s := time.monotonic() - started) < timeout_s:
+            time.sleep(min(max(LOOK_S_MIN, waited_s / 8), LOOK_S_MAX))
 
     def settle(self) -> NDArray[np.uint32]:
-        """Waits for its end, whatever it is: uint32[runs, 2] (status, aux)."""
+        """Waits for its end, whatever it is: uint32[runs, 2] (status, aux). RingTimeout at the deadline, which poisons
+        the ring; RingPoisoned."""
+        self.wait(math.inf)
         if self._statuses is None:
-            self._statuses = self._ring.wait(self.seq, self._wait_us)
+            self.look()
+        if self._statuses is None:
+            self._ring.poison()
+            wait_us = self._transport.wait_us
+            raise _native.RingTimeout(f"ticket {self.seq} has not moved for {wait_us} us; the ring is poisoned")
         return self._statuses
 
     def check(self) -> None:
@@ -205,7 +242,7 @@ class Staging:
         while True:
             yield from self._transport.room()
             while self._taken and self._taken[0][2].done():
-                self._taken.popleft()
+                self._taken.popleft()[2].settle()
             if not self._overlaps(self._next(part_bytes), part_bytes):
                 return
             yield self._taken[0][2]

@@ -1,14 +1,11 @@
-"""Work that decode steps need not wait for: a bounded piece at a time, its calls of the store in another thread."""
+"""Work that decode steps need not wait for, a bounded piece at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Generator
-from concurrent import futures
-from typing import Any, Generic, Protocol, TypeVar
-
-from decode_worker.failures import INTERRUPTED_S
+from typing import Generic, Protocol, TypeVar
 
 TICK_S = 0.05
 
@@ -33,7 +30,9 @@ class Abandoned(Exception):
 
 
 class Work(Generic[T]):
-    """One thing under way. Not thread-safe. `within`: entered for every piece, and never kept between two."""
+    """One thing under way. Not thread-safe. `within`: entered for every piece, and never kept between two.
+
+    `pieces`: how many are done, without those that ended in a wait."""
 
     def __init__(
         self,
@@ -45,6 +44,7 @@ class Work(Generic[T]):
         self._awaited: Awaited | None = None
         self._result: T | None = None
         self._error: BaseException | None = None
+        self.pieces = 0
         self.ended = False
 
     @property
@@ -69,6 +69,7 @@ class Work(Generic[T]):
             try:
                 with self._within():
                     self._awaited = next(self._pieces)
+                self.pieces += self._awaited is None
             except StopIteration as end:
                 self._result, self.ended = end.value, True
             except BaseException as error:
@@ -116,46 +117,3 @@ class Pause:
 
     def wait(self, timeout_s: float) -> None:
         time.sleep(max(0.0, min(timeout_s, self._until_s - time.monotonic())))
-
-
-class Caller:
-    """Calls the store in a thread of its own, one call at a time."""
-
-    def __init__(self) -> None:
-        self._thread = futures.ThreadPoolExecutor(1, "store-calls")
-
-    def call(
-        self,
-        function: Callable[..., T],
-        *arguments: Any,
-        undo: Callable[[T, BaseException], object] | None = None,
-    ) -> Pieces[T]:
-        """What the function returns or raises. Work that is given up meanwhile waits for its end: `undo(result,
-        error)` then gives back what came too late."""
-        answer = self._thread.submit(function, *arguments)
-        try:
-            while not answer.done():
-                yield _Answer(answer)
-        except BaseException as error:
-            if not answer.cancel():
-                futures.wait([answer], None if isinstance(error, Exception) else INTERRUPTED_S)
-            came = answer.done() and not answer.cancelled() and answer.exception() is None
-            if came and undo is not None:
-                undo(answer.result(), error)
-            raise
-        return answer.result()
-
-    def close(self) -> None:
-        """Once the client is closed no call lasts."""
-        self._thread.shutdown(cancel_futures=True)
-
-
-class _Answer:
-    def __init__(self, answer: futures.Future[Any]) -> None:
-        self._answer = answer
-
-    def done(self) -> bool:
-        return self._answer.done()
-
-    def wait(self, timeout_s: float) -> None:
-        futures.wait([self._answer], timeout_s)

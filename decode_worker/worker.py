@@ -18,7 +18,7 @@ from decode_worker.engine.footprint import Footprint, attended_share
 from decode_worker.engine.session import Session
 from decode_worker.failures import explained
 from decode_worker.model.transformer import Transformer
-from decode_worker.scheduler import Generation, Piece, Request, Scheduler
+from decode_worker.scheduler import Generation, Output, Request, Scheduler
 from decode_worker.turns import Turns
 from kvstore_service.client import AdminClient, StoreError
 
@@ -114,7 +114,7 @@ class Worker:
         with self._explaining():
             scheduler, generation = self._submit(Request(ids, 1), show)
             *_, last = scheduler.stream(generation)
-        assert last.usage is not None, "the last piece of a text says what it took"
+        assert last.usage is not None, "the last output of a text says what it took"
         return PrefillReport(len(ids), last.usage.stored, last.usage.prefill_s)
 
     def prefill_speed(self, ids: Sequence[int], stored: bool) -> float:
@@ -132,6 +132,7 @@ class Worker:
         self, document: Sequence[int], question: Sequence[int], new_tokens: int, decode_question: bool = False
     ) -> Answer:
         """Asks one question of a stored document in a fresh session: one decode step per answer token but the first.
+        Holds the engine for its whole run, because what it counts must be its own; `generate` is what serves.
 
         The question is prefilled: exact attention over all of the document, computed behind what is stored of it.
         `decode_question`: in steps of its own instead, as sparse as the policy, behind every stored block."""
@@ -179,7 +180,7 @@ class Worker:
             raise ValueError("no session has run with the present settings yet")
         return self._footprint
 
-    def generate(self, request: Request, progress: Callable[[int, int], None] | None = None) -> Iterator[Piece]:
+    def generate(self, request: Request, progress: Callable[[int, int], None] | None = None) -> Iterator[Output]:
         """Continues a prompt until `new_tokens`, one of its stops or an end-of-sequence token. Requests of several
         threads are decoded together, as many at a time as there are slots; closing the iterator cancels its own."""
         request = replace(request, stop_ids=request.stop_ids | self._engine.tokenizer.eos_ids)
@@ -199,11 +200,14 @@ class Worker:
         self._scheduler.cancel_key(key)
 
     def close(self) -> None:
-        """Generations under way end with an error that says so. Idempotent."""
+        """Generations under way end with an error that says so. Idempotent.
+
+        A prompt's `progress` may call it: the engine is closed behind that piece, once the prompt has given back what
+        it held."""
         with self._lock:
             self._closed = True
             self._scheduler.end(ValueError("the worker was closed while it was generating"))
-            self._engine.close()
+            self._lock.leave(self._engine.close)
         if self._admin is not None:
             self._admin.close()
 

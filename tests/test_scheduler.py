@@ -16,7 +16,7 @@ from decode_worker import scheduler as scheduler_module
 from decode_worker._native import RingPoisoned
 from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import TextStream
-from decode_worker.scheduler import Finish, Generation, Piece, Progress, Request, Scheduler
+from decode_worker.scheduler import Finish, Generation, Output, Progress, Request, Scheduler
 from decode_worker.stop_text import StopText
 from decode_worker.turns import Turns
 from decode_worker.work import Pieces, Work
@@ -152,11 +152,11 @@ def run_out(scheduler: Scheduler[Seat]) -> None:
 
 
 def tokens_of(generation: Generation[Seat]) -> list[int]:
-    return tokens_in(generation.pieces)
+    return tokens_in(generation.outputs)
 
 
-def tokens_in(pieces: Iterable[Piece]) -> list[int]:
-    return [piece.token for piece in pieces if piece.token is not None]
+def tokens_in(outputs: Iterable[Output]) -> list[int]:
+    return [output.token for output in outputs if output.token is not None]
 
 
 def alone(request: Request) -> list[int]:
@@ -285,15 +285,15 @@ def test_a_prompt_that_its_own_progress_cancels_gives_its_slot_back(
             scheduler.cancel_key("mine")
 
     generation = scheduler.submit(Request([1, 2, 3], 5, key="mine"), progress)
-    assert [piece.finish for piece in scheduler.stream(generation)] == [Finish.CANCELLED]
+    assert [output.finish for output in scheduler.stream(generation)] == [Finish.CANCELLED]
     assert (engine.free_slots, scheduler.busy) == (1, False)
     assert len(tokens_in(scheduler.stream(scheduler.submit(Request([4], 5))))) == 5
 
 
-def test_the_last_piece_says_what_the_text_took() -> None:
+def test_the_last_output_says_what_the_text_took() -> None:
     scheduler = scheduler_of(Pretended(piece_s=0.01))
-    *pieces, last = scheduler.stream(scheduler.submit(Request([1, 2], 5)))
-    assert [piece.finish for piece in pieces] == [None] * 5
+    *outputs, last = scheduler.stream(scheduler.submit(Request([1, 2], 5)))
+    assert [output.finish for output in outputs] == [None] * 5
     assert (last.token, last.finish) == (None, Finish.LENGTH)
     assert last.usage is not None
     assert (last.usage.prompt, last.usage.generated) == (2, 5)
@@ -549,7 +549,7 @@ def test_threads_that_wait_drive_each_other() -> None:
     assert got == {number: alone(request) for number, request in enumerate(requests)}
 
 
-def test_a_stream_gets_its_pieces_while_another_waits_for_a_slot() -> None:
+def test_a_stream_gets_its_outputs_while_another_waits_for_a_slot() -> None:
     """Whoever drives the engine for a request that cannot begin yet keeps nothing from those that run."""
     passed = threading.Semaphore(0)
 
@@ -584,17 +584,17 @@ def test_a_text_ends_before_its_stop_string() -> None:
     expected = text[: text.index(stop)]
     scheduler = scheduler_of(Pretended())
     generation = scheduler.submit(Request([1], 12, stop=("nowhere", stop)))
-    pieces = list(scheduler.stream(generation))
-    assert ("".join(piece.text for piece in pieces), generation.finish) == (expected, Finish.STOP)
+    outputs = list(scheduler.stream(generation))
+    assert ("".join(output.text for output in outputs), generation.finish) == (expected, Finish.STOP)
 
 
 def test_what_may_begin_a_stop_string_is_shown_at_the_end() -> None:
     tokens = alone(Request([1], 3))
     held = f"{tokens[2]} "
     scheduler = scheduler_of(Pretended())
-    pieces = list(scheduler.stream(scheduler.submit(Request([1], 3, stop=(f"{held}x",)))))
-    assert pieces[-1] == Piece(None, held, Finish.LENGTH)
-    assert "".join(piece.text for piece in pieces) == "".join(f"{token} " for token in tokens)
+    outputs = list(scheduler.stream(scheduler.submit(Request([1], 3, stop=(f"{held}x",)))))
+    assert outputs[-1] == Output(None, held, Finish.LENGTH)
+    assert "".join(output.text for output in outputs) == "".join(f"{token} " for token in tokens)
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -10,14 +10,14 @@ import torch
 
 from decode_worker.calibration.profile import Profile
 from decode_worker.config import WorkerConfig
-from decode_worker.engine.computing import computing
 from decode_worker.engine.pack_reader import PackReader
-from decode_worker.engine.prefill import Prefill, Prefilled, Progress, StoredPrefix, reusable
-from decode_worker.engine.prefill import computing as prefill_computing
+from decode_worker.engine.prefill import Prefill, Prefilled, Progress, StoredPrefix, computing, reusable
 from decode_worker.engine.prefix import candidates
+from decode_worker.engine.provenance import provenance
 from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
+from decode_worker.engine.under_way import End, UnderWay
 from decode_worker.failures import clean_up, prefix_changed
 from decode_worker.kernels.base import StepContext
 from decode_worker.kernels.products import PRODUCTS
@@ -25,13 +25,14 @@ from decode_worker.kernels.sets import KERNELS
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.model.transformer import Transformer
-from decode_worker.pack_writer import LeftAlone, PackWriter
+from decode_worker.pack_writer import OTHERS_WAIT_S, LeftAlone, PackWriter
 from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.base import make_policy
 from decode_worker.records import STORAGE_DTYPES, RecordFormat
 from decode_worker.retrieval.base import make_retriever
+from decode_worker.store_calls import StoreCalls
 from decode_worker.transport import Transport
-from decode_worker.work import Caller, Pieces, Work, finish
+from decode_worker.work import Pieces, Work, finish
 from kvstore_service.client import (
     HASH_BLOCK_TOKENS,
     KindSpec,
@@ -74,12 +75,13 @@ class Engine:
         )
         self.retriever = make_retriever(config.retriever, shape, profile)
         self.policy = make_policy(config, shape, self.records, profile, self.retriever)
-        self._computing = computing(config, self.policy)
+        self._provenance = provenance(config, self.policy)
         self._free_slots = list(range(config.slots))[::-1]
         self._open_sessions: set[Session] = set()
-        self._caller = Caller()
+        self._under_way: list[UnderWay] = []
+        self._calls = StoreCalls()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._caller.close)
+            stack.callback(self._calls.close)
             self.client = StoreClient.connect(
                 str(config.socket), str(config.broker), config.name, broker_timeout_s=config.answer_s
             )
@@ -95,16 +97,16 @@ class Engine:
         config = self.config
         self.catalogue = PackCatalogue(self.client, self.retriever)
         self._writer = PackWriter(
-            self.records, self.retriever, self.client, self.transport, self.catalogue, self._caller,
+            self.records, self.retriever, self.client, self.transport, self.catalogue, self._calls,
             clustered=config.order == "clustered",
         )  # fmt: skip
         self._prefill = Prefill(
-            self.model, self.records, self._writer, self._caller, self.transport.pack_tokens,
+            self.model, self.records, self._writer, self._calls, self.transport.pack_tokens,
             self.transport.require_daemon,
         )  # fmt: skip
         self._sealer = Sealer(
-            self.records, self.policy, self.transport, self._writer, self._caller,
-            computing=self._computing, slot_bytes=self.slot_bytes,
+            self.records, self.policy, self.transport, self._writer, self._calls,
+            provenance=self._provenance, slot_bytes=self.slot_bytes,
         )  # fmt: skip
         context = StepContext(
             self.policy.settings, self.policy.state, self.retriever, self.transport.window.bytes,
@@ -139,31 +141,65 @@ class Engine:
     ) -> tuple[Session, torch.Tensor]:
         """Computes and stores a prompt, binds a slot. Returns the session and float32 logits [vocab] after the last
         token. `growth`: how many tokens are expected to follow; the number of selected places is chosen for them."""
-        return self.begin(ids, progress, growth).finish()
+        self._check_prompt(ids)
+        return Work(self._prompt(ids, progress, growth, patient=False), computing).finish()
 
     def begin(
         self, ids: Sequence[int], progress: Progress | None = None, growth: int = 0
     ) -> Work[tuple[Session, torch.Tensor]]:
-        """A `prefill` in pieces, with steps of other sessions between them. It holds a slot from its first piece on."""
+        """A `prefill` in pieces, with steps of other sessions between them. It holds a slot from its first piece on.
+
+        While a prompt that began before is computing most of this one, it waits: whoever drives it drives them all."""
         self._check_prompt(ids)
-        return Work(self._prompt(ids, progress, growth), prefill_computing)
+        return Work(self._prompt(ids, progress, growth, patient=True), computing)
 
     def _prompt(
-        self, ids: Sequence[int], progress: Progress | None, growth: int
+        self, ids: Sequence[int], progress: Progress | None, growth: int, patient: bool
     ) -> Pieces[tuple[Session, torch.Tensor]]:
-        compete = False
+        """Not `patient`: nobody drives the others meanwhile, so it waits for none of them."""
+        mine, earlier = UnderWay(ids), list(self._under_way)
+        self._under_way.append(mine)
+        try:
+            return (yield from self._attempts(ids, progress, growth, earlier, patient))
+        finally:
+            mine.ended = True
+            self._under_way.remove(mine)
+
+    def _attempts(
+        self,
+        ids: Sequence[int],
+        progress: Progress | None,
+        growth: int,
+        earlier: Sequence[UnderWay],
+        patient: bool,
+    ) -> Pieces[tuple[Session, torch.Tensor]]:
+        hasty = compete = bool(earlier) and not patient
         for attempt in range(1, ATTEMPTS + 1):
             session = yield from self._open(growth)
             try:
+                if patient:
+                    yield from self._await(earlier, ids)
                 logits = yield from self._prefill_into(session, ids, progress, compete)
                 break
             except BaseException as error:
                 self.give_up(session, error)
                 if attempt == ATTEMPTS or not (isinstance(error, LeftAlone) or prefix_changed(error)):
                     raise
-                compete = isinstance(error, LeftAlone) and error.compete
+                compete = hasty or (isinstance(error, LeftAlone) and error.compete)
         self._shrink()
         return session, logits
+
+    def _await(self, earlier: Sequence[UnderWay], ids: Sequence[int]) -> Pieces[None]:
+        """Until none of them computes most of `ids`, unless the store has that already."""
+        pack_tokens = self.transport.pack_tokens
+        for other in earlier:
+            shared = other.gives(ids, pack_tokens)
+            if other.ended or not shared:
+                continue
+            wanted = reusable(ids[:-1], pack_tokens)
+            found = yield from self._calls.call(self.client.lookup_prefix, self.layout.fingerprint, wanted)
+            if sum(ref.tokens for ref in found) < shared:
+                yield End(other, OTHERS_WAIT_S)
 
     def _prefill_into(
         self, session: Session, ids: Sequence[int], progress: Progress | None, compete: bool
@@ -171,10 +207,10 @@ class Engine:
         prefix = yield from self._stored_prefix(session, ids)
         prefilled = yield from self._prefill.run(session.session_id, ids, progress, compete, prefix)
         if prefix is not None:
-            yield from self._caller.call(self.client.unbind_slot, session.slot)
+            yield from self._calls.call(self.client.unbind_slot, session.slot)
         if prefilled.packs:
             refs = [pack.ref for pack in prefilled.packs]
-            yield from self._caller.call(self.client.attach_packs, session.session_id, refs)
+            yield from self._calls.call(self.client.attach_packs, session.session_id, refs)
         session.packs += prefilled.packs
         session.tokens = list(ids)
         yield from self._bind(session)
@@ -212,7 +248,7 @@ class Engine:
         for attempt in range(1, ATTEMPTS + 1):
             session = yield from self._open(growth)
             try:
-                wanted = candidates(ids[:-1], self.transport.pack_tokens, self._computing)
+                wanted = candidates(ids[:-1], self.transport.pack_tokens, self._provenance)
                 yield from self._attach_longest(session, wanted)
                 session.tokens = list(ids[: session.stored])
                 yield from self._bind(session)
@@ -226,17 +262,17 @@ class Engine:
     def _attach_longest(self, session: Session, wanted: Sequence[PrefixCandidate]) -> Pieces[None]:
         """The longest chain of stored packs, attached, with their indexes; what has no good index is read back and
         indexed anew."""
-        found = yield from self._caller.call(self._look_up, session.session_id, wanted)
+        found = yield from self._calls.call(self._look_up, session.session_id, wanted)
         lacking = [ref for ref, pack in found.items() if pack is None]
         if lacking:
             fresh = []
             reader = yield from self._reader(session, list(found))
             for ref in lacking:
-                order = yield from self._caller.call(self.client.get_map, ref)
+                order = yield from self._calls.call(self.client.get_map, ref)
                 index = yield from reader.index(ref, order, self.retriever)
                 fresh.append(IndexedPack(ref, order, index))
-            yield from self._caller.call(self.client.unbind_slot, session.slot)
-            yield from self._caller.call(self.catalogue.publish, fresh)
+            yield from self._calls.call(self.client.unbind_slot, session.slot)
+            yield from self._calls.call(self.catalogue.publish, fresh)
             found.update((pack.ref, pack) for pack in fresh)
         session.packs = [pack for pack in found.values() if pack is not None]
 
@@ -250,7 +286,7 @@ class Engine:
         """Binds the session's slot for its packs to be read; the caller unbinds it, after an error `give_up` does."""
         offset = session.slot * self.slot_bytes
         geometry = self.policy.geometry(self.config.context, sum(ref.tokens for ref in refs))
-        epoch = yield from self._caller.call(
+        epoch = yield from self._calls.call(
             self.client.bind_slot, session.session_id, session.slot, refs, geometry.windows(offset)
         )
         return PackReader(self.transport, self.records, geometry, session.slot, epoch, offset)
@@ -258,7 +294,7 @@ class Engine:
     def compute_only(self, ids: Sequence[int]) -> torch.Tensor:
         """Computes a prompt and keeps nothing; float32 logits [vocab]."""
         self._check_prompt(ids)
-        return Work(self._prefill.compute_only(ids), prefill_computing).finish()
+        return Work(self._prefill.compute_only(ids), computing).finish()
 
     def step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> torch.Tensor:
         """One token of each session; float32 logits [B, vocab]. First goes on with seals of tails that have grown long.
@@ -352,7 +388,7 @@ class Engine:
             )
         slot = self._free_slots.pop()
         try:
-            session_id = yield from self._caller.call(
+            session_id = yield from self._calls.call(
                 self.client.open_session, self.layout, self.config.context,
                 undo=lambda opened, error: clean_up(error, self.client.close_session, opened),
             )  # fmt: skip
@@ -370,7 +406,7 @@ class Engine:
         session.geometry = self.policy.geometry(self.config.context, expected // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS)
         self.policy.bind(slot, session.geometry, slot * self.slot_bytes, session.packs, session.position)
         refs = [pack.ref for pack in session.packs]
-        session.epoch = yield from self._caller.call(
+        session.epoch = yield from self._calls.call(
             self.client.bind_slot, session.session_id, slot, refs, self.policy.windows(slot)
         )
         self.policy.set_epoch(slot, session.epoch)
@@ -382,7 +418,7 @@ class Engine:
             rest = [(keys[i : i + 1], values[i : i + 1]) for keys, values in prefilled.rest]
             self.loop.remember(session.slot, position, rest)
             yield None
-        self.loop.seed(session.slot, session.position, prefilled.last_query)
+        yield from self.loop.seed(session.slot, session.position, prefilled.last_query)
 
     def _shrink(self) -> None:
         """Returns what prefill alone needed. The C library keeps freed layers of a long prompt for itself otherwise."""

@@ -25,7 +25,8 @@ from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import PackDraft, PackWriter
 from decode_worker.packs import IndexedPack
 from decode_worker.records import RecordFormat
-from decode_worker.work import Caller, Pieces
+from decode_worker.store_calls import StoreCalls
+from decode_worker.work import Pieces
 from kvstore_service.client import PrefixCandidate
 
 CHUNK_TOKENS = 1024
@@ -81,7 +82,7 @@ class Prefill:
         model: Transformer,
         records: RecordFormat,
         writer: PackWriter,
-        caller: Caller,
+        calls: StoreCalls,
         pack_tokens: int,
         alive: Callable[[], None],
     ) -> None:
@@ -89,7 +90,7 @@ class Prefill:
         self._model = model
         self._records = records
         self._writer = writer
-        self._caller = caller
+        self._calls = calls
         self._pack_tokens = pack_tokens
         self._alive = alive
 
@@ -106,9 +107,7 @@ class Prefill:
         What another worker is writing is left to it, unless `compete`; LeftAlone if that worker does not commit it."""
         behind = (prefix.tokens, prefix.parent) if prefix else ()
         wanted = reservations(ids, self._pack_tokens, *behind)
-        drafts = yield from self._caller.call(
-            self._writer.reserve, session_id, wanted, compete, undo=self._writer.abort
-        )
+        drafts = yield from self._calls.call(self._writer.reserve, session_id, wanted, compete, undo=self._writer.abort)
         try:
             spans = [slice(r.first_token, r.first_token + r.tokens) for r in wanted]
             prefilled = yield from self._compute(ids, list(zip(drafts, spans, strict=True)), progress, prefix)

@@ -1,7 +1,7 @@
 """Which packs a prompt could be made of: digests for lookup and reservation.
 
 A pack's identity says what its KV was computed under. A prefill needs no words: `token_digest(ids)`. What decode steps
-computed carries their session's settings (engine/computing.py), so nobody takes it for exact.
+computed carries their session's settings (engine/provenance.py), so nobody takes it for exact.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ EXACT = b""
 _TAG = b"headgate KV computed under "
 
 
-def token_digest(ids: Sequence[int], computing: bytes = EXACT) -> bytes:
+def token_digest(ids: Sequence[int], provenance: bytes = EXACT) -> bytes:
     """SHA-256 of the ids as u32 LE, behind what their KV was computed under unless that is a prefill."""
-    tag = _TAG + computing if computing else b""
+    tag = _TAG + provenance if provenance else b""
     return hashlib.sha256(tag + np.asarray(ids, dtype="<u4").tobytes()).digest()
 
 
@@ -42,15 +42,15 @@ def reservations(
     ]
 
 
-def candidates(ids: Sequence[int], pack_tokens: int, computing: bytes = EXACT) -> list[PrefixCandidate]:
+def candidates(ids: Sequence[int], pack_tokens: int, provenance: bytes = EXACT) -> list[PrefixCandidate]:
     """Every pack that could hold a part of `ids`: exact ones of any number of hash blocks, and the tails that
-    sessions computing under `computing` have sealed, one block each. Exact ones come first: of equally long chains
+    sessions of this `provenance` have sealed, one block each. Exact ones come first: of equally long chains
     the store answers the first."""
     own = []
-    if computing:
+    if provenance:
         for first in range(0, len(ids) - HASH_BLOCK_TOKENS + 1, HASH_BLOCK_TOKENS):
             block_ids = ids[first : first + HASH_BLOCK_TOKENS]
-            own.append(PrefixCandidate(first, HASH_BLOCK_TOKENS, token_digest(block_ids, computing)))
+            own.append(PrefixCandidate(first, HASH_BLOCK_TOKENS, token_digest(block_ids, provenance)))
     return exact_candidates(ids, pack_tokens, HASH_BLOCK_TOKENS) + own
 
 

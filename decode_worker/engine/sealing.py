@@ -1,8 +1,9 @@
 """Sealing: the oldest 256 tokens of a session's tail become a durable pack, read from the window that holds them.
 
-It happens beside decode steps: a bounded piece between two of them, the store's answers awaited in another thread. The
-session goes on with the pack SEAL_STEPS steps after it was due, so that what a step selects from does not depend on how
-fast the store was, unless that takes longer.
+It happens beside decode steps: bounded pieces between two of them, the store's answers awaited in another thread. The
+session goes on with the pack SEAL_STEPS steps after it was due, so that what a step selects from depends neither on
+how fast the store was, unless that takes longer, nor on how many sessions there are: each seal has a schedule by steps.
+What it is behind of that is done whatever time it takes; the time that there is beside steps goes to work ahead of it.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from decode_worker.packs import IndexedPack
 from decode_worker.policy.base import Policy
 from decode_worker.policy.settings import SEAL_TOKENS, STAGGER
 from decode_worker.records import RecordFormat
+from decode_worker.store_calls import StoreCalls
 from decode_worker.transport import Transport
-from decode_worker.work import Caller, Pieces, Work
+from decode_worker.work import Pieces, Work
 from kvstore_service.client import HASH_BLOCK_TOKENS, NO_PARENT, PackReservation, StoreError
 
 RETRY_S = 1.0
 SEAL_STEPS = 128
-STEP_SHARE = 0.25  # of a step's time, which the pieces of all sessions' seals may take together
+STEP_SHARE = 0.25  # of a step's time, which the pieces of all sessions' seals may take ahead of their schedules
 PIECES_S_MAX = 0.02
 
 
 class Sealer:
-    """`computing`: what the tails' KV is computed under. `slot_bytes`: of each slot's part of the window."""
+    """`provenance`: what the tails' KV is computed under. `slot_bytes`: of each slot's part of the window."""
 
     def __init__(
         self,
@@ -41,21 +43,23 @@ class Sealer:
         policy: Policy,
         transport: Transport,
         writer: PackWriter,
-        caller: Caller,
+        calls: StoreCalls,
         *,
-        computing: bytes,
+        provenance: bytes,
         slot_bytes: int,
     ) -> None:
         self._records = records
         self._policy = policy
         self._transport = transport
         self._writer = writer
-        self._caller = caller
-        self._computing = computing
+        self._calls = calls
+        self._provenance = provenance
         self._slot_bytes = slot_bytes
         settings = policy.settings
         # A tail of the least size is full STAGGER steps after its seal is due.
         self._steps = min(SEAL_STEPS, settings.tail - settings.recent - SEAL_TOKENS - STAGGER)
+        self._pace = max(1, self._steps // 2)  # steps for all layers; what is left of them is the store's
+        self._pieces_a_step = -(-(settings.layers + 1) // self._pace)
         self._turn = 0
         self._left_s = time.monotonic()
 
@@ -71,7 +75,7 @@ class Sealer:
         for i in range(len(sessions)):
             row = (self._turn + i) % len(sessions)
             try:
-                self._advance(sessions[row], until_s if i else None)
+                self._advance(sessions[row], until_s)
             except StoreError as error:
                 if is_lost(error):
                     raise
@@ -85,19 +89,18 @@ class Sealer:
             session.sealing.give_up(error)
             session.sealing = None
 
-    def _advance(self, session: Session, until_s: float | None) -> None:
-        """One session's piece, or more of them until `until_s`; None: at least one."""
+    def _advance(self, session: Session, until_s: float) -> None:
+        """The pieces that one session's schedule asks for, and more of them until `until_s`."""
         full = self._policy.room(session.slot, session.position) <= 0
         if session.sealing is None:
             if not self._due(session) or (time.monotonic() < session.seal_after_s and not full):
                 return
             session.sealing = Work(self._seal(session))
-        left_s = 0.0 if until_s is None else until_s - time.monotonic()
         try:
             if full:
                 session.sealing.finish()
-            elif until_s is None or left_s > 0:
-                session.sealing.advance(left_s)
+            else:
+                self._go_on(session, session.sealing, until_s)
         except StoreError as error:
             session.sealing = None
             if is_lost(error):
@@ -111,6 +114,21 @@ class Sealer:
             raise
         else:
             self._take_over(session, session.sealing, full)
+
+    def _go_on(self, session: Session, sealing: Work[IndexedPack], until_s: float) -> None:
+        for _ in range(self._pieces_a_step):
+            if self._behind(session, sealing):
+                sealing.advance()
+        left_s = until_s - time.monotonic()
+        if left_s > 0:
+            sealing.advance(left_s)
+
+    def _behind(self, session: Session, sealing: Work[IndexedPack]) -> bool:
+        """Whether it is time for its next layer. Slots begin one after another, so that they do not all want a piece
+        before the same step."""
+        settings = self._policy.settings
+        phase = session.slot * self._pace // settings.slots
+        return self._due(session, (sealing.pieces * self._pace + phase) // (settings.layers + 1))
 
     def _due(self, session: Session, steps: int = 0) -> bool:
         """Whether a seal was due `steps` steps ago."""
@@ -130,7 +148,7 @@ class Sealer:
         try:
             if draft.sealed is None:
                 yield from self._store(session, draft)
-            pack = yield from self._caller.call(self._writer.seal, session.session_id, draft)
+            pack = yield from self._calls.call(self._writer.seal, session.session_id, draft)
         except BaseException as error:
             if draft.sealed is None:
                 self._writer.abort([draft], error)
@@ -144,8 +162,8 @@ class Sealer:
         first = session.stored
         ids = session.tokens[first : first + HASH_BLOCK_TOKENS]
         parent = session.packs[-1].ref.pack_id if session.packs else NO_PARENT
-        reservation = PackReservation(first, len(ids), token_digest(ids, self._computing), parent)
-        (draft,) = yield from self._caller.call(
+        reservation = PackReservation(first, len(ids), token_digest(ids, self._provenance), parent)
+        (draft,) = yield from self._calls.call(
             self._writer.reserve, session.session_id, [reservation], True, undo=self._writer.abort
         )
         return draft

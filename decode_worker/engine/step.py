@@ -22,6 +22,7 @@ from decode_worker.policy.base import Policy, TailFull
 from decode_worker.policy.counters import Counters
 from decode_worker.policy.plan import QueryKind
 from decode_worker.transport import Transport, fault_of
+from decode_worker.work import Pieces
 from kvstore_service.client import StoreError
 
 TRACED_LAYERS_MAX = 4096
@@ -88,18 +89,21 @@ class DecodeLoop:
         self.steps += 1
         return self._products.logits[: len(slots)].clone(), self._faults(slots)
 
-    def seed(self, slot: int, position: int, queries: Sequence[torch.Tensor]) -> None:
+    def seed(self, slot: int, position: int, queries: Sequence[torch.Tensor]) -> Pieces[None]:
         """First sets and labels of a slot, from the queries [Hq, d] of the last prompt token, one per layer, each made
-        from the layer before's input (but for layer 0); position: the first step's."""
-        self._begin([slot], [position])
-        line = []
+        from the layer before's input (but for layer 0); position: the first step's. A layer is a piece, which leaves
+        nothing under way: steps of other slots may lie between two."""
         for layer, query in enumerate(queries):
             if self._policy.selects(layer):
-                kind = QueryKind.SPECULATIVE if layer else QueryKind.TRUE
-                asked = query.float().contiguous()
-                line.append(Launch("look_up", layer, self.kernels.look_up, (layer, asked, kind)))
-                line.append(Launch("arrive", layer, self.kernels.await_ticket, (layer,)))
-        self._run(line)
+                self._seed_layer(slot, position, layer, query.float().contiguous())
+                yield None
+
+    def _seed_layer(self, slot: int, position: int, layer: int, query: torch.Tensor) -> None:
+        kind = QueryKind.SPECULATIVE if layer else QueryKind.TRUE
+        self._transport.require_alive()
+        self._begin([slot], [position])
+        look_up = Launch("look_up", layer, self.kernels.look_up, (layer, query, kind))
+        self._run([look_up, Launch("arrive", layer, self.kernels.await_ticket, (layer,))])
         (fault,) = self._faults([slot])
         if fault is not None:
             raise fault

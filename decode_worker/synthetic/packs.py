@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from decode_worker import packing
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import reservations
-from decode_worker.pack_writer import PackWriter
-from decode_worker.work import Caller, finish
+from decode_worker.pack_writer import PackDraft, PackWriter
+from decode_worker.store_calls import StoreCalls
+from decode_worker.work import finish
 
 KEY_CLUSTERS = 32
 KEY_NOISE = 0.5
@@ -24,35 +25,40 @@ def inject_packs(engine: Engine, ids: Sequence[int], seed: int) -> None:
     Keys lie around KEY_CLUSTERS centres per layer and head, so that selections have some locality, as real keys give.
     Records are ordered by these centres: looking for the clusters anew would take minutes per million tokens.
     """
-    caller = Caller()
+    calls = StoreCalls()
     writer = PackWriter(
-        engine.records, engine.retriever, engine.client, engine.transport, engine.catalogue, caller,
+        engine.records, engine.retriever, engine.client, engine.transport, engine.catalogue, calls,
         clustered=engine.config.order == "clustered",
     )  # fmt: skip
-    layers, heads, d = engine.layout.layers, engine.records.kv_heads, engine.records.head_dim
-    generator = torch.Generator().manual_seed(seed)
     session = engine.client.open_session(engine.layout, engine.config.context)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small products: a second thread costs more than it brings
     try:
         wanted = reservations(ids, engine.transport.pack_tokens)
         drafts = writer.reserve(session, wanted)
-        values = torch.randn(engine.transport.pack_tokens, heads, d, generator=generator).to(engine.records.torch_dtype)
-        for layer in range(layers):
-            centres = torch.randn(KEY_CLUSTERS, heads, d, generator=generator)
-            for draft, item in zip(drafts, wanted, strict=True):
-                member = torch.randint(KEY_CLUSTERS, (item.tokens,), generator=generator)
-                keys = centres[member] + KEY_NOISE * torch.randn(item.tokens, heads, d, generator=generator)
-                keys = keys.to(engine.records.torch_dtype)
-                if draft.stored_order is None:
-                    draft.stored_order = np.empty((layers, heads, item.tokens), np.uint16)
-                draft.stored_order[layer] = _order(member, engine.config.order == "clustered", generator)
-                finish(writer.store(draft, layer, keys, values[: item.tokens], torch.empty(heads, 0)))
-        finish(writer.commit(session, drafts))
+        try:
+            _store(engine, writer, drafts, torch.Generator().manual_seed(seed))
+            finish(writer.commit(session, drafts))
+        except BaseException as error:
+            writer.abort(drafts, error)
+            raise
     finally:
-        caller.close()
+        calls.close()
         torch.set_num_threads(threads)
         engine.client.close_session(session)
+
+
+def _store(engine: Engine, writer: PackWriter, drafts: Sequence[PackDraft], generator: torch.Generator) -> None:
+    heads, d, dtype = engine.records.kv_heads, engine.records.head_dim, engine.records.torch_dtype
+    values = torch.randn(engine.transport.pack_tokens, heads, d, generator=generator).to(dtype)
+    for layer in range(engine.layout.layers):
+        centres = torch.randn(KEY_CLUSTERS, heads, d, generator=generator)
+        for draft in drafts:
+            tokens = draft.reservation.tokens
+            member = torch.randint(KEY_CLUSTERS, (tokens,), generator=generator)
+            keys = centres[member] + KEY_NOISE * torch.randn(tokens, heads, d, generator=generator)
+            order = np.tile(_order(member, engine.config.order == "clustered", generator), (heads, 1))
+            finish(writer.store(draft, layer, keys.to(dtype), values[:tokens], torch.empty(heads, 0), order))
 
 
 def _order(member: torch.Tensor, clustered: bool, generator: torch.Generator) -> NDArray[np.uint16]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_worker.engine.computing import computing
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import EXACT, HASH_BLOCK_TOKENS, candidates, pack_bounds, token_digest
+from decode_worker.engine.provenance import provenance
 from kvstore_service.daemon.store.prefixes import CANDIDATES_MAX
 from tests.support.daemon_process import Daemon
 
@@ -106,20 +106,20 @@ def test_what_a_full_session_seals_changes_no_bit_of_anothers_prompt(
 def test_every_setting_that_a_selection_depends_on_is_in_the_identity(engine: EngineFactory) -> None:
     worker = engine(**SPARSE)
     ids = random_ids(HASH_BLOCK_TOKENS, 84)
-    digests = {token_digest(ids), token_digest(ids, computing(worker.config, worker.policy))}
+    digests = {token_digest(ids), token_digest(ids, provenance(worker.config, worker.policy))}
     for change in (
         {"retriever": "hash"}, {"query": "true"}, {"budget": 0.2}, {"sink": 5}, {"recent": 65}, {"tail": 800},
         {"slack": 0.5}, {"eta": 0.4}, {"cos_floor": 0.1}, {"layer0": "offloaded"}, {"order": "token"},
         {"stale": "fail"}, {"policy": "infinigen"}, {"weights": "int8"},
     ):  # fmt: skip
         other = engine(**SPARSE | change)
-        digests.add(token_digest(ids, computing(other.config, other.policy)))
+        digests.add(token_digest(ids, provenance(other.config, other.policy)))
         other.close()
     assert len(digests) == 16, "each is another identity"
-    same = computing(replace(worker.config, wait_ms=77, threads=2, seed=9, slots=3), worker.policy)
+    same = provenance(replace(worker.config, wait_ms=77, threads=2, seed=9, slots=3), worker.policy)
     assert token_digest(ids, same) in digests, "what changes no number is no part of it"
     full = engine(policy="full")
-    steps = {computing(replace(full.config, weights=weights), full.policy) for weights in ("compute", "int8")}
+    steps = {provenance(replace(full.config, weights=weights), full.policy) for weights in ("compute", "int8")}
     assert len(steps | {EXACT}) == 3, "a step's products are no prefill's"
 
 

@@ -14,7 +14,7 @@ import torch
 from decode_worker.config import WorkerConfig
 from decode_worker.scheduler import Request
 from decode_worker.worker import Worker
-from kvstore_service.client import StoreError
+from kvstore_service.client import AdminClient, StoreError
 from tests.support.daemon_process import Daemon
 
 from .conftest import greedy, joined, random_checkpoint, random_ids, worker_settings
@@ -147,7 +147,7 @@ def test_who_asks_for_something_else_beside_a_generation_gets_a_turn(worker: Wor
     with ThreadPoolExecutor(1) as pool:
         stream = worker.generate(endless)
         next(stream)
-        generating = pool.submit(lambda: sum(piece.token is not None for piece in stream))
+        generating = pool.submit(lambda: sum(output.token is not None for output in stream))
         (running,), produced = worker._scheduler._running, []
         report = worker.prefill_document(document, lambda done, total: produced.append(running.produced))
         assert report.stored_tokens == 1024
@@ -174,6 +174,50 @@ def test_generations_of_a_worker_that_is_closed_end_with_the_word_for_it(worker:
     for stream in (*streams, scheduler.stream(waiting)):
         with pytest.raises(ValueError, match="the worker was closed"):
             list(stream)
+
+
+class Refused(Exception):
+    """What a caller's own `progress` raises."""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("at", ["first", "last"])
+@pytest.mark.parametrize("ends", ["closes", "raises", "closes-and-raises"])
+def test_a_progress_that_closes_its_worker_or_raises_ends_its_prompt_and_leaves_nothing(
+    daemon: Daemon, worker: Worker, at: str, ends: str
+) -> None:
+    engine = worker._engine
+
+    def progress(done: int, total: int) -> None:
+        if at == "last" and done < total:
+            return
+        if ends != "raises":
+            worker.close()
+            worker.close()
+        if ends != "closes":
+            raise Refused("no further")
+
+    neighbour = worker.generate(Request(random_ids(300, 6), 2000))
+    next(neighbour)
+    prompt = worker.generate(Request(random_ids(1100, 7), 6), progress)
+    with pytest.raises(Refused if ends != "closes" else ValueError, match=r"no further|the worker was closed"):
+        list(prompt)
+    if ends == "raises":
+        assert next(neighbour).token is not None
+        neighbour.close()  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(ValueError, match="the worker was closed"):
+            list(neighbour)
+        with pytest.raises(ValueError, match="the worker is closed"):
+            list(worker.generate(Request(random_ids(300, 6), 6)))
+    assert engine.free_slots == SLOTS
+    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+        deadline = time.monotonic() + 30
+        while admin.get_status().workers > (ends == "raises"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        status = admin.get_status()
+    assert (status.sessions, status.counters["uploads_open"], status.counters["bound_slots"]) == (0, 0, 0)
 
 
 @pytest.mark.timeout(120)

@@ -13,7 +13,7 @@ from decode_worker.config import WorkerConfig
 from decode_worker.policy.base import Policy
 
 
-def computing(config: WorkerConfig, policy: Policy) -> bytes:
+def provenance(config: WorkerConfig, policy: Policy) -> bytes:
     """Canonical JSON of all settings that a step's KV depends on. Never EXACT, not even where every head holds every
     token: a step's products have other last bits than a prefill's.
 

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from decode_worker.model.sampling import Sampler, Sampling
+from decode_worker.model.sampling import Sampler, Sampling, next_tokens
 from decode_worker.model.tokenizer import TextStream
 from decode_worker.stop_text import StopText
 from decode_worker.turns import Turns
@@ -171,7 +171,7 @@ class Scheduler(Generic[Session]):
         """`progress(done, total)` of its prefill is called by whoever drives the engine then. ValueError for a key that
         another request has now."""
         generation = Generation[Session](
-            request, self._text_stream(), progress, Sampler([request.sampling]), StopText(request.stop)
+            request, self._text_stream(), progress, Sampler(request.sampling), StopText(request.stop)
         )
         with self._lock:
             if request.key and any(other.request.key == request.key for other in self._open()):
@@ -270,7 +270,7 @@ class Scheduler(Generic[Session]):
                 return
             self._prompts.remove(generation)
             self._running.append(generation)
-            self._take(generation, logits)
+            self._take(generation, *next_tokens([generation.sampler], logits[None]))
         except BaseException as error:
             self._fail(generation, error)
             if not isinstance(error, Exception):
@@ -293,10 +293,12 @@ class Scheduler(Generic[Session]):
         if not untaken:
             return
         try:
-            rows, faults = self._engine.advance([_session(g) for g in untaken], [g.last for g in untaken])
-            for logits, fault in zip(rows, faults, strict=True):
+            logits, faults = self._engine.advance([_session(g) for g in untaken], [g.last for g in untaken])
+            ready = [row for row, fault in enumerate(faults) if fault is None]
+            tokens = iter(next_tokens([untaken[row].sampler for row in ready], logits[ready]))
+            for fault in faults:
                 if fault is None:
-                    self._take(untaken[0], logits)
+                    self._take(untaken[0], next(tokens))
                 else:
                     self._fail(untaken[0], fault)
                 untaken.popleft()
@@ -307,17 +309,17 @@ class Scheduler(Generic[Session]):
             if not isinstance(error, Exception):
                 raise
 
-    def _take(self, generation: Generation[Session], logits: torch.Tensor) -> None:
-        """Chooses the next token, float32 logits [vocab], and says what of it can be shown; what it raises is this
-        generation's alone."""
+    def _take(self, generation: Generation[Session], token: int | None) -> None:
+        """Goes on with the next token and says what of it can be shown; what it raises is this generation's alone."""
         try:
-            self._choose(generation, logits)
+            self._go_on(generation, token)
         except Exception as error:
             self._fail(generation, error)
 
-    def _choose(self, generation: Generation[Session], logits: torch.Tensor) -> None:
+    def _go_on(self, generation: Generation[Session], token: int | None) -> None:
         request = generation.request
-        token = int(generation.sampler.next(logits[None])[0])
+        if token is None:
+            raise ValueError("logits are not finite; the model overflowed or its weights are bad")
         if token in request.stop_ids:
             self._end(generation, Finish.STOP)
             return

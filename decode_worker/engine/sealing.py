@@ -91,9 +91,11 @@ class Sealer:
 
     def _advance(self, session: Session, until_s: float) -> None:
         """The pieces that one session's schedule asks for, and more of them until `until_s`."""
+        if session.sealing is None and not self._due(session):
+            return
         full = self._policy.room(session.slot, session.position) <= 0
         if session.sealing is None:
-            if not self._due(session) or (time.monotonic() < session.seal_after_s and not full):
+            if time.monotonic() < session.seal_after_s and not full:
                 return
             session.sealing = Work(self._seal(session))
         try:

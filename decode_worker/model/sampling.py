@@ -32,35 +32,25 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses tokens for a batch of sequences, one per row.
+    """Chooses the tokens of one sequence, with a random stream of its own: they depend on its logits and its seed, not
+    on its neighbours or the device."""
 
-    Each row has its own random stream, so a sequence's tokens depend on its logits and its seed,
-    not on its neighbours or the device.
-    """
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._stream = random.Random(sampling.seed)
 
-    def __init__(self, sequences: Sequence[Sampling]) -> None:
-        self._sequences = list(sequences)
-        self._streams = [random.Random(sampling.seed) for sampling in sequences]
+    def choose(self, logits: Tensor, highest: float, likeliest: int) -> int:
+        """logits [vocab], of which token `likeliest` has the `highest`."""
+        if self._sampling.temperature == 0:
+            return likeliest
+        return int(_draw(logits - highest, self._sampling, self._stream.random()))
 
-    def restart(self, row: int, sampling: Sampling) -> None:
-        """A new sequence takes ``row``."""
-        self._sequences[row] = sampling
-        self._streams[row] = random.Random(sampling.seed)
 
-    def next(self, logits: Tensor) -> Tensor:
-        """logits [B, vocab] of the B rows -> token ids int64 [B] on the same device.
-
-        Raises ValueError for a wrong number of rows and for logits that are not numbers.
-        """
-        if len(logits) != len(self._sequences):
-            raise ValueError(f"{len(logits)} rows of logits for {len(self._sequences)} sequences")
-        highest, ids = logits.max(-1)
-        if not highest.isfinite().all():
-            raise ValueError("logits are not finite; the model overflowed or its weights are bad")
-        for row, (sampling, stream) in enumerate(zip(self._sequences, self._streams, strict=True)):
-            if sampling.temperature > 0:
-                ids[row] = _draw(logits[row] - highest[row], sampling, stream.random())
-        return ids
+def next_tokens(samplers: Sequence[Sampler], logits: Tensor) -> list[int | None]:
+    """The token that each sequence goes on with, from logits [B, vocab]; None where they are not numbers."""
+    highest, likeliest = logits.max(-1)
+    rows = zip(samplers, logits, highest.tolist(), likeliest.tolist(), strict=True)
+    return [sampler.choose(*row) if math.isfinite(row[1]) else None for sampler, *row in rows]
 
 
 def _draw(logits: Tensor, sampling: Sampling, uniform: float) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from decode_worker.model import sampling as sampling_module
-from decode_worker.model.sampling import Sampler, Sampling
+from decode_worker.model.sampling import Sampler, Sampling, next_tokens
 
 
 def random_logits(rows: int, vocab: int = 50, seed: int = 0) -> Tensor:
@@ -14,15 +14,13 @@ def random_logits(rows: int, vocab: int = 50, seed: int = 0) -> Tensor:
 
 
 def draw(logits: Tensor, sampling: Sampling, count: int) -> list[int]:
-    sampler = Sampler([sampling])
-    return [int(sampler.next(logits)) for _ in range(count)]
+    sampler = Sampler(sampling)
+    return [token for _ in range(count) for token in next_tokens([sampler], logits)]
 
 
 def test_temperature_zero_is_greedy() -> None:
     logits = random_logits(5)
-    ids = Sampler([Sampling()] * 5).next(logits)
-    assert ids.dtype == torch.int64
-    assert torch.equal(ids, logits.argmax(-1))
+    assert next_tokens([Sampler(Sampling()) for _ in range(5)], logits) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1e-6), Sampling(1.0, top_k=1), Sampling(1.0, 1e-9)])
@@ -70,27 +68,23 @@ class Endpoints:
 def test_a_token_of_no_probability_is_never_drawn(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_module.random, "Random", Endpoints)
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 0.0, -torch.inf]])
-    sampler = Sampler([Sampling(1.0, top_p=top_p)])
-    assert [int(sampler.next(logits)) for _ in range(2)] == [1, 3]
+    assert draw(logits, Sampling(1.0, top_p=top_p), 2) == [1, 3]
 
 
 def test_a_sequence_depends_on_its_seed_and_not_on_its_neighbours() -> None:
     steps = [random_logits(3, seed=step) for step in range(12)]
     sampling = Sampling(1.0, top_p=0.95, seed=5)
 
-    def second_row(neighbours: list[Sampling]) -> list[int]:
-        sampler = Sampler([neighbours[0], sampling, neighbours[1]])
-        return [int(sampler.next(logits)[1]) for logits in steps]
+    def second_row(neighbours: list[Sampling], own: Sampling = sampling) -> list[int | None]:
+        samplers = [Sampler(neighbours[0]), Sampler(own), Sampler(neighbours[1])]
+        return [next_tokens(samplers, logits)[1] for logits in steps]
 
     first = second_row([Sampling(), Sampling(1.0, seed=1)])
     assert second_row([Sampling(2.0, seed=9), Sampling(1.0, top_k=3)]) == first
+    assert second_row([Sampling(), Sampling()], Sampling(1.0, top_p=0.95, seed=6)) != first
 
-    alone = Sampler([Sampling(seed=3)])
-    alone.next(steps[0][:1])
-    alone.restart(0, sampling)
-    assert [int(alone.next(logits[1:2])) for logits in steps] == first
-    alone.restart(0, Sampling(1.0, top_p=0.95, seed=6))
-    assert [int(alone.next(logits[1:2])) for logits in steps] != first
+    alone = Sampler(sampling)
+    assert [token for logits in steps for token in next_tokens([alone], logits[1:2])] == first
 
 
 @pytest.mark.parametrize(
@@ -109,11 +103,10 @@ def test_values_out_of_range(values: dict[str, float], words: str) -> None:
         Sampling(**values)
 
 
-def test_bad_logits() -> None:
-    sampler = Sampler([Sampling(), Sampling(1.0)])
-    logits = random_logits(2)
-    logits[1, 3] = torch.nan
-    with pytest.raises(ValueError, match="not finite"):
-        sampler.next(logits)
-    with pytest.raises(ValueError, match="3 rows of logits for 2 sequences"):
-        sampler.next(random_logits(3))
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_bad_logits_are_one_rows_matter(bad: float) -> None:
+    logits = random_logits(3)
+    logits[1, 3] = bad
+    samplers = [Sampler(Sampling()), Sampler(Sampling(1.0)), Sampler(Sampling())]
+    best = logits.argmax(-1).tolist()
+    assert next_tokens(samplers, logits) == [best[0], None, best[2]]

@@ -78,6 +78,7 @@ class Engine:
         self._provenance = provenance(config, self.policy)
         self._free_slots = list(range(config.slots))[::-1]
         self._open_sessions: set[Session] = set()
+        self._unclosed: list[Session] = []  # given up, while the store did not answer
         self._under_way: list[UnderWay] = []
         self._calls = StoreCalls()
         with contextlib.ExitStack() as stack:
@@ -358,14 +359,16 @@ class Engine:
     def give_up(self, session: Session, error: BaseException) -> None:
         """Closes a session after `error`, which matters more than another one from the clean-up.
 
-        A slot that the store may still write to is not used again."""
+        A slot that the store may still write to is not used again before it has closed the session."""
         if session not in self._open_sessions:
             return
         self._sealer.give_up(session, error)
         self.policy.unbind(session.slot)
         if clean_up(error, self.client.close_session, session.session_id):
             self._release(session)
-        self._open_sessions.discard(session)
+        else:
+            self._open_sessions.discard(session)
+            self._unclosed.append(session)
 
     def index_bytes(self, session: Session) -> int:
         """Of the session's packs: index and record -> token maps."""
@@ -379,9 +382,10 @@ class Engine:
     @property
     def free_slots(self) -> int:
         """How many more sessions can be opened."""
-        return len(self._free_slots)
+        return len(self._free_slots) + len(self._unclosed)
 
     def _open(self, growth: int) -> Pieces[Session]:
+        yield from self._close_again()
         if not self._free_slots:
             raise StoreError(
                 "RESOURCE_EXHAUSTED", f"all {self.config.slots} slots are bound: close a session or raise `slots`"
@@ -398,6 +402,16 @@ class Engine:
         session = Session(session_id, slot, growth)
         self._open_sessions.add(session)
         return session
+
+    def _close_again(self) -> Pieces[None]:
+        while self._unclosed:
+            session = self._unclosed.pop()
+            try:
+                yield from self._calls.call(self.client.close_session, session.session_id)
+            except BaseException:
+                self._unclosed.append(session)
+                raise
+            self._release(session)
 
     def _bind(self, session: Session) -> Pieces[None]:
         """Gives the slot its window and fetches what a session always holds: sinks, recent tokens, resident heads."""

@@ -1,5 +1,7 @@
 """Sessions of one engine: what is closed stays closed, what fails leaves alone, and threads may share a worker."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -96,6 +98,27 @@ def test_a_request_that_fails_leaves_the_others_alone(worker: Worker, monkeypatc
     with pytest.raises(StoreError, match="checksum"):
         list(scheduler.stream(made[1]))
     assert engine.free_slots == SLOTS
+
+
+@pytest.mark.timeout(120)
+def test_a_slot_whose_close_the_store_did_not_answer_serves_again_once_it_does(
+    daemon: Daemon, checkpoint: Path
+) -> None:
+    request = Request(random_ids(300, 8), 6)
+    with closing(Worker(WorkerConfig(**worker_settings(daemon, checkpoint, slots=1)))) as worker:
+        alone = list(worker.generate(request))
+        stream = worker.generate(request)
+        next(stream)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                stream.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert list(worker.generate(request)) == alone
+        with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+            counters = admin.get_status().counters
+        assert (counters["sessions"], counters["bound_slots"]) == (0, 0)
 
 
 @pytest.mark.timeout(120)

@@ -64,10 +64,10 @@ class Retriever(ABC):
         records = np.flatnonzero((tokens >= low) & (tokens < high))
         if not len(records):
             return np.empty(0, np.int32)
+        records = records[np.argsort(tokens[records])]  # a score's last bits may depend on its neighbours
         scores = self.scores(layer, head, view, query, records)
         if unit == 1:
-            by_token = np.argsort(tokens[records])
-            return np.sort(records[by_token[top_k(scores[by_token], k)]]).astype(np.int32)
+            return np.sort(records[top_k(scores, k)]).astype(np.int32)
         best = np.full(-(-view.stored // unit), -np.inf, np.float32)
         np.maximum.at(best, records // unit, np.where(np.isnan(scores), -np.inf, scores))
         units = np.unique(records // unit)

@@ -43,7 +43,8 @@ def make(config: ModelConfig, profile: Profile) -> Retriever:
 
 def attention_mass(query: NDArray[np.float32], keys: NDArray[np.float32], scale: np.float32) -> NDArray[np.float32]:
     """logsumexp over the group of each head's log attention weight, float32[n]. query: [g, d]; keys: [n, d]."""
-    s = scale * (query @ keys.T)
+    # Equal keys must score the same bits, or ties are none: a BLAS adds the last rows of a product in another order.
+    s = scale * np.einsum("gd,nd->gn", query, keys)
     return _logsumexp(s - _logsumexp(s, axis=1)[:, None], axis=0)
 
 

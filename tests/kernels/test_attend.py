@@ -182,3 +182,16 @@ print(attend(1) - before, attend(3) - before)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["0", "2"]
+
+
+@pytest.mark.parametrize("exponent", [6, 10, 15, 30])
+def test_scores_of_any_size_give_finite_results(level, rng, exponent):
+    """The difference of a score and their maximum rounds to something above zero where products are fused."""
+    lanes = Lanes(rng, 1, 1, 4, 64, FLOAT32)
+    lanes.query *= np.float32(10.0**exponent)
+    ranges = np.array([[[[0, 200], [0, 0], [0, 0]]]], np.int32)
+    places, counts = np.zeros((1, 1, 1), np.int32), np.zeros((1, 1), np.int32)
+    out, lse = lanes.attend(ranges, places, counts)
+    expected = lanes.reference(ranges, places, counts)[1]
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(lse, expected, rtol=1e-5)

@@ -1,5 +1,7 @@
 """Retrievers: indexes survive their sidecar, selections follow the maps and limits, and no build decides a tie."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -155,3 +157,22 @@ def test_view_refuses_a_gap(rng, retriever):
     view = make_view(rng, retriever, random_keys(rng))
     with pytest.raises(ValueError, match="starts at token"):
         view.extend(view.packs[1])
+
+
+def test_exact_gives_ties_to_the_lower_token_whatever_the_order_of_records(rng):
+    """Seven different keys, again and again; a product of matrices need not give equal rows equal bits."""
+    for d, group in itertools.product((16, 64, 128), (1, 2, 4, 8)):
+        retriever, tokens = ExactRetriever(d**-0.5), 256 * int(rng.integers(1, 5))
+        kinds = rng.integers(0, 7, tokens)
+        keys = rng.standard_normal((7, d), dtype=np.float32)[kinds][:, None]
+        query = rng.standard_normal((group, d), dtype=np.float32)
+        for order in (rng.permutation(tokens), rng.permutation(tokens)):
+            order = order.astype(np.uint16)[None, None]
+            index = retriever.assemble([retriever.build(0, keys, order[0])])
+            view = View([Pack(0, tokens, order, index)])
+            found = np.sort(order[0, 0][retriever.select(0, 0, view, query, 4, tokens, tokens // 10)])
+            for kind in np.unique(kinds[found]):
+                same = np.flatnonzero(kinds == kind)
+                same = same[same >= 4]
+                chosen = found[kinds[found] == kind]
+                assert chosen.tolist() == same[: len(chosen)].tolist()

@@ -255,6 +255,8 @@ class Scheduler(Generic[Session]):
                 generation.work = self._engine.begin(request.prompt, generation.progress, request.new_tokens)
             work, self._in_piece = generation.work, generation
             try:
+                if work.waiting and not self._running:
+                    work.wait(PIECES_S)
                 computed = work.advance(PIECES_S)
             finally:
                 self._in_piece = None
@@ -265,8 +267,6 @@ class Scheduler(Generic[Session]):
                 self._end(generation, *generation.ending)
                 return
             if not computed:
-                if not self._running:
-                    work.wait(PIECES_S)
                 return
             self._prompts.remove(generation)
             self._running.append(generation)
@@ -277,14 +277,14 @@ class Scheduler(Generic[Session]):
                 raise
 
     def _most_urgent(self) -> Generation[Session] | None:
-        """Of those that wait for the store the first one, if nobody else has anything to do."""
+        """If all that have begun wait, the one that did first: others may wait for its end."""
         begun = [generation for generation in self._prompts if generation.work is not None]
         # Without a slot and with nobody who could free one the engine says why there is none.
         may_begin = self._engine.free_slots > 0 or not (self._running or begun)
         for generation in self._prompts:
             if not generation.work.waiting if generation.work is not None else may_begin:
                 return generation
-        return begun[0] if begun else None
+        return min(begun, key=lambda generation: generation.begun_s or 0.0, default=None)
 
     # --- a step ---
 

@@ -43,11 +43,13 @@ class Held:
     """What a prompt waits for until the test lets it go."""
 
     free: bool = False
+    waits: int = 0  # for it
 
     def done(self) -> bool:
         return self.free
 
     def wait(self, timeout_s: float) -> None:
+        self.waits += 1
         time.sleep(timeout_s)
 
 
@@ -256,6 +258,19 @@ def test_a_prompt_that_waits_for_the_store_keeps_none_waiting(piecemeal: None) -
     engine.waits[1].free = True
     run_out(scheduler)
     assert tokens_of(first) == alone(first.request)
+
+
+def test_only_the_prompt_that_began_first_is_waited_for_and_only_while_all_wait(piecemeal: None) -> None:
+    """The others may wait for it, and computing goes on behind a piece that ends in a wait."""
+    engine = Pretended(waits={1: Held(), 3: Held()})
+    scheduler = scheduler_of(engine)
+    scheduler.submit(Request([1, 2], 3))
+    scheduler.advance()
+    assert engine.waits[1].waits == 0
+    scheduler.submit(Request([3, 4], 3, priority=1))
+    for _ in range(3):
+        scheduler.advance()
+    assert (engine.waits[1].waits, engine.waits[3].waits) == (2, 0)
 
 
 def test_a_prompt_that_is_cancelled_gives_its_slot_back_at_once(piecemeal: None) -> None:

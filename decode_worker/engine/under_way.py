@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from decode_worker.engine import prefill
 from decode_worker.engine.prefix import pack_bounds
+from decode_worker.work import Pause
 
 
 class UnderWay:
@@ -23,16 +23,14 @@ class UnderWay:
         return shared if 2 * shared >= len(ids) else 0
 
 
-class End:
-    """What who waits for a prompt awaits: its end, or that `timeout_s` are over."""
+class End(Pause):
+    """What who waits for a prompt awaits: its end, or that `timeout_s` are over.
+
+    The thread that waits is the one that computes that prompt: nothing ends while it sleeps."""
 
     def __init__(self, of: UnderWay, timeout_s: float) -> None:
+        super().__init__(timeout_s)
         self._of = of
-        self._until_s = time.monotonic() + timeout_s
 
     def done(self) -> bool:
-        return self._of.ended or time.monotonic() >= self._until_s
-
-    def wait(self, timeout_s: float) -> None:
-        """The same thread computes that prompt: nothing ends while this one sleeps."""
-        time.sleep(max(0.0, min(timeout_s, self._until_s - time.monotonic())))
+        return self._of.ended or super().done()

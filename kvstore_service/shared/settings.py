@@ -199,7 +199,8 @@ def number(low: float, high: float) -> Callable[[Any], float]:
 def choice(*words: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in words:
-            raise ValueError(f"write {', '.join(words[:-1])} or {words[-1]}")
+            shown = [word or "''" for word in words]
+            raise ValueError(f"write {', '.join(shown[:-1])} or {shown[-1]}")
         return str(value)
 
     return parse

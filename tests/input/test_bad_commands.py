@@ -53,6 +53,7 @@ def refusal(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     ("flags", "words"),
     [
         (["--budget=0"], ["budget='0'", "--budget", "above 0"]),
+        (["--reuse=x"], ["reuse='x'", "write '', always or label"]),
         (["--budget=1.5"], ["budget='1.5'", "fraction"]),
         (["--budget=150%"], ["budget='150%'", "100%"]),
         (["--budget=nan"], ["budget='nan'"]),

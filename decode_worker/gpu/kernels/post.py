@@ -218,7 +218,7 @@ def _ticket(count, number, step, claimed, next_number, tickets, sequences, layer
     out = tickets + area * 16
     tl.store(out + 2, tl.load(step))
     tl.store(out + 3, layer)  # and micro-batch 0
-    tl.store(out + 4, _GATHER | (tl.load(count + layer) << 16))
+    tl.store(out + 4, (tl.load(count + layer) << 16) | _GATHER)
     tl.store(out + 5, 0)
     tl.store(next_number, mine + 1)
     store_release(sequences + area * 8, mine)

@@ -174,10 +174,10 @@ def _distance(codes, competes, query, CAPACITY: tl.constexpr, PLANES: tl.constex
     word = tl.arange(0, _WORDS)[:, None]
     code = tl.load(codes[None, :] + word * CAPACITY, mask=competes[None, :], other=0)
     differing = code ^ tl.load(query + word)
-    weighted = population(differing & tl.load(query + _WORDS + word))
+    distance = tl.sum(population(differing & tl.load(query + _WORDS + word)), 0)
     for b in tl.static_range(1, PLANES):
-        weighted += population(differing & tl.load(query + (1 + b) * _WORDS + word)) << b
-    return tl.sum(weighted, 0)
+        distance += tl.sum(population(differing & tl.load(query + (1 + b) * _WORDS + word)), 0) << b
+    return distance
 
 
 @triton.jit(do_not_specialize=["layer"])

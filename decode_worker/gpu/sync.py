@@ -30,13 +30,14 @@ def load_acquire(words):
     """`words`: a pointer, or a block of pointers, to 32 or 64 bits. Never writes: the mapping may be read-only."""
     if INTERPRETED:
         return tl.load(words)
-    if words.dtype.scalar.element_ty.primitive_bitwidth == 64:
+    elif words.dtype.scalar.element_ty.primitive_bitwidth == 64:
         return tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l,~{memory}", [words], dtype=tl.int64, is_pure=False, pack=1
         )
-    return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.b32 $0, [$1];", "=r,l,~{memory}", [words], dtype=tl.int32, is_pure=False, pack=1
-    )
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l,~{memory}", [words], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -49,11 +50,11 @@ def store_release(word, value):
         tl.inline_asm_elementwise(
             """{
                 .reg .pred first;
-                setp.eq.u32 first, %tid.x, 0;
+                mov.u32 $0, %tid.x;
+                setp.eq.u32 first, $0, 0;
                 @first st.release.sys.global.b64 [$1], $2;
-                mov.u32 $0, 0;
             }""",
-            "=r,l,l,~{memory}", [word, value.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            "=&r,l,l,~{memory}", [word, value.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
@@ -94,6 +95,4 @@ else:
     @triton.jit
     def pause():
         """Lets the other warps of the multiprocessor run, and the link rest."""
-        tl.inline_asm_elementwise(
-            "nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -64,7 +64,8 @@ def _append(
     lane = (layer * SLOTS + slot) * HEADS + head
     tail_place = SINK + tl.load(capacity + lane) * UNIT + position % TAIL
     place = tl.where(tl.load(resident + layer * HEADS + head) != 0, position, tail_place)
-    record = window + tl.load(base + lane) // ELEMENT_BYTES + place.to(tl.int64) * (RECORD_BYTES // ELEMENT_BYTES)
+    first = tl.multiple_of(tl.load(base + lane) // ELEMENT_BYTES, 16)
+    record = window + first + place.to(tl.int64) * (RECORD_BYTES // ELEMENT_BYTES)
     i = tl.arange(0, D_BLOCK)
     token = (row * HEADS + head) * D + i
     tl.store(record + i, stored(tl.load(key + token, mask=i < D, other=0.0), window.dtype.element_ty), mask=i < D)
@@ -74,9 +75,10 @@ def _append(
 @triton.jit
 def stored(x, DTYPE: tl.constexpr):
     """float32 in the storage dtype. Bfloat16 is rounded to nearest even by hand: the interpreter would cut it off."""
-    if DTYPE != tl.bfloat16:
+    if DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        kept = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)  # a NaN stays one
+        return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
         return x.to(DTYPE)
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    kept = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)  # a NaN stays one
-    return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)

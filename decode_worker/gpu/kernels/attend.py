@@ -38,7 +38,7 @@ class AttendScratch:
         self.lse = torch.zeros((lanes, PARTS, group), dtype=torch.float32, device=device)
         self.ended = torch.zeros(lanes, dtype=torch.int32, device=device)  # parts; zero between launches
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        self.programs = 2 * multiprocessors
+        self.programs = 3 * multiprocessors
 
 
 def attend(
@@ -72,9 +72,9 @@ def attend(
 
 
 def tile(d: int, element_bytes: int) -> tuple[int, int, int]:
-    """Records of one look, warps and stages: 16 KiB of K and as much of V under way at a time, twice."""
-    row = triton.next_power_of_2(d) * element_bytes
-    return max(16, min(64, 16384 // row)), 4, 3 if row <= 256 else 2
+    """Records of one look: 8 KiB of K, as much of V; warps; and stages: while one look is computed, K and V of the next
+    are under way, and the names of the two behind it. Three such programs share a multiprocessor."""
+    return max(16, min(64, 8192 // (triton.next_power_of_2(d) * element_bytes))), 4, 5
 
 
 @triton.jit(do_not_specialize=["layer", "lanes"])
@@ -223,9 +223,7 @@ def _product(x, y):
 
 
 @triton.jit
-def _join(
-    part_out, part_lse, out, lse, lane, part_count, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr
-):
+def _join(part_out, part_lse, out, lse, lane, part_count, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr):
     """A lane's parts, whoever computed them: read past the first-level cache, which knows nothing of other programs."""
     i = tl.arange(0, D_BLOCK)
     for head in range(GROUP):

@@ -1,16 +1,16 @@
 """Kernels run in Triton's interpreter, on numbers drawn from a printed seed."""
 
 import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
 import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
+
+from tests.support.interpreter import patched_once
+
+__all__ = ["patched_once"]
 
 
 @pytest.fixture
@@ -30,16 +30,5 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter looks through all of Triton's language at every call of a device function, tl.sum included. The
-    first call of each function has done what there is to do; the others would take half of a test's time."""
-    prepared: set[interpreter.InterpretedFunction] = set()
-    call = interpreter.InterpretedFunction.__call__
-
-    def called(self: interpreter.InterpretedFunction, *arguments: object, **options: object) -> object:
-        if self in prepared:
-            return self.rewrite()(*arguments, **options)
-        prepared.add(self)
-        return call(self, *arguments, **options)
-
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", called)
+def interpreted(patched_once: None) -> None:
+    pass

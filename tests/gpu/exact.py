@@ -1,4 +1,4 @@
-"""Numbers whose sums are exact in float32, whatever their order: what is computed of them has no last bit to differ in."""
+"""Numbers whose sums are exact in float32, in any order: what is computed of them has no last bit to differ in."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray

@@ -101,9 +101,7 @@ def test_a_resident_head_and_a_row_with_a_fault_select_nothing(rng):
     state.fault[rows.slots[1]] = 15
     misses, histogram = torch.full((6,), 7, dtype=torch.int32), torch.zeros((6, 1024), dtype=torch.int32)
     query = torch.from_numpy(rows.query).reshape(3, 8, 16)
-    find_misses(
-        state, rows.slots, rows.positions, 3, 0, query, QueryKind.TRUE, COS_FLOOR, False, misses, histogram
-    )
+    find_misses(state, rows.slots, rows.positions, 3, 0, query, QueryKind.TRUE, COS_FLOOR, False, misses, histogram)
     assert misses.tolist() == [0, 1, 0, 0, 0, 0]
 
 

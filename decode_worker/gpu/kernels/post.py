@@ -79,9 +79,15 @@ def map_ring(ring: _native.RingProducer, device: torch.device, error: torch.Tens
 
 
 def list_wishes(
-    state: HeadState, slots: torch.Tensor, rows: int, layer: int, delta: Delta, wishes: Wishes, requests: Requests | None,
+    state: HeadState,
+    slots: torch.Tensor,
+    rows: int,
+    layer: int,
+    delta: Delta,
+    wishes: Wishes,
+    requests: Requests | None,
     looks: int,
-) -> None:  # fmt: skip
+) -> None:
     """Fills the layer's wishes, and claims a ticket for them where there is a ring. looks: at the credit, at most."""
     lanes = rows * state.shape.heads
     common = (slots, delta.pair_count, delta.has_old_set, wishes.count, wishes.number, wishes.wishes, layer)

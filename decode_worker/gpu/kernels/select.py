@@ -266,7 +266,7 @@ def _emit(
 
 @triton.jit
 def _threshold(histogram, k, BINS: tl.constexpr):
-    """The distance of the k-th best and how many of it are taken; where there are fewer, one that none reaches, and 0."""
+    """The distance of the k-th best, and how many of it are taken; of fewer than k all, at a distance of none."""
     bins = tl.arange(0, BINS)
     counts = tl.load(histogram + bins)
     short = (tl.cumsum(counts, 0) < k).to(tl.int32)

@@ -30,14 +30,13 @@ def load_acquire(words):
     """`words`: a pointer, or a block of pointers, to 32 or 64 bits. Never writes: the mapping may be read-only."""
     if INTERPRETED:
         return tl.load(words)
-    elif words.dtype.scalar.element_ty.primitive_bitwidth == 64:
+    if words.dtype.scalar.element_ty.primitive_bitwidth == 64:
         return tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l,~{memory}", [words], dtype=tl.int64, is_pure=False, pack=1
         )
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l,~{memory}", [words], dtype=tl.int32, is_pure=False, pack=1
-        )
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b32 $0, [$1];", "=r,l,~{memory}", [words], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -64,7 +63,7 @@ def poll(words, expected, own_poison, peer_poison, timeout_ns):
 
     Both poison words come before the others each time round: an answer in an abandoned ring is none.
     """
-    deadline = clock_ns() + timeout_ns
+    deadline = timeout_ns.to(tl.int64) + clock_ns()
     outcome = tl.full((), WAITING, tl.int32)
     while outcome == WAITING:
         if (load_acquire(own_poison) | load_acquire(peer_poison)) != 0:

@@ -1,4 +1,4 @@
-"""A HeadState of random contents, its window, and the reference set on both: what kernels of a GPU are compared with."""
+"""A HeadState of random contents, its window, and the reference set on a copy of both."""
 
 from __future__ import annotations
 
@@ -76,12 +76,14 @@ class Heads:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32))
 
-    def reference(self) -> ReferenceKernels:
-        """On a copy of state and window, at the beginning of a step."""
+    def reference(self, keeps_faults: bool = False) -> ReferenceKernels:
+        """On a copy of state and window, at the beginning of a step, or behind what its row has a fault of."""
         values = {name: getattr(self.context, name) for name in StepContext.__dataclass_fields__}
         copied = copy.deepcopy({"state": self.state, "window": self.window})
         kernels = ReferenceKernels(StepContext(**{**values, **copied}))
         kernels.begin(self.rows, 1)
+        if keeps_faults:
+            kernels.context.state.fault[:] = self.state.fault
         return kernels
 
 

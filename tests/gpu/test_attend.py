@@ -1,6 +1,5 @@
 """Attention in Triton, interpreted, against the reference set."""
 
-import numpy as np
 import pytest
 import torch
 

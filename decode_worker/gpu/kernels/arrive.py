@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from decode_worker import _native
-from decode_worker.gpu.sync import LATE, POISONED, READY, poll, store_release
+from decode_worker.gpu.launch import launch
+from decode_worker.gpu.sync import LATE, READY, poll, store_release
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.counters import Counters
 
@@ -40,14 +41,14 @@ class Wishes:
     number   int64[layers]: of the ticket that carries a layer's wishes; 0: it was not posted
     count    int32[layers]: wishes; 0: nothing is under way, and nothing is waited for
     wishes   int32[layers, runs, FIELDS], in order of (row, head); STATUS and AUX are `arrive`'s
-    landed   int32[layers]: wishes of the latest ticket whose cells were all read
+    landed   int64[layers, 2]: the ticket that `arrive` has just read all cells of, and their number; 0 and 0: none
     """
 
     def __init__(self, layers: int, runs: int, device: torch.device) -> None:
         self.number = torch.zeros(layers, dtype=torch.int64, device=device)
         self.count = torch.zeros(layers, dtype=torch.int32, device=device)
         self.wishes = torch.zeros((layers, runs, FIELDS), dtype=torch.int32, device=device)
-        self.landed = torch.zeros(layers, dtype=torch.int32, device=device)
+        self.landed = torch.zeros((layers, 2), dtype=torch.int64, device=device)
 
     @property
     def runs(self) -> int:
@@ -75,8 +76,8 @@ def await_ticket(
     """Waits for the layer's ticket, if there is one, and commits it."""
     _, slots, heads = state.parity.shape
     tickets, runs_max, _ = ring.cells.shape
-    _await_ticket[(1,)](
-        wishes.number, wishes.count, wishes.wishes, wishes.landed,
+    launch(
+        _await_ticket, (1,), wishes.number, wishes.count, wishes.wishes, wishes.landed,
         ring.cells, ring.own_poison, ring.peer_poison, ring.error,
         state.parity, state.fault, state.counters,
         layer, timeout_ns, wishes.runs, tickets, runs_max, slots, heads, stale_fails, RUNS, num_warps=1,
@@ -86,8 +87,8 @@ def await_ticket(
 def commit(state: HeadState, layer: int, wishes: Wishes, answered: bool, stale_fails: bool) -> None:
     """Commits by the STATUS and AUX that the wishes hold; not answered: none of them was posted."""
     _, slots, heads = state.parity.shape
-    _commit[(1,)](
-        wishes.count, wishes.wishes, state.parity, state.fault, state.counters,
+    launch(
+        _commit, (1,), wishes.count, wishes.wishes, state.parity, state.fault, state.counters,
         layer, wishes.runs, slots, heads, answered, stale_fails, RUNS, num_warps=1,
     )  # fmt: skip
 
@@ -100,7 +101,8 @@ def _await_ticket(
 ):  # fmt: skip
     count = tl.load(count_of + layer)
     if count == 0:
-        tl.store(landed + layer, 0)
+        tl.store(landed + 2 * layer, tl.full((), 0, tl.int64))
+        tl.store(landed + 2 * layer + 1, tl.full((), 0, tl.int64))
         return
     number = tl.load(number_of + layer)
     mine = wishes + layer * (WISHES * _FIELDS)
@@ -114,8 +116,9 @@ def _await_ticket(
     answered = ((number != 0) & (outcome == READY)).to(tl.int32)
     tl.debug_barrier()  # every lane sees the statuses
     _settle(mine, count, answered, parity, fault, counters, layer, SLOTS, HEADS, STALE_FAILS, BLOCK)
-    tl.store(landed + layer, count * answered)
-    tl.store(number_of + layer, 0)
+    tl.store(landed + 2 * layer, number * answered)
+    tl.store(landed + 2 * layer + 1, (count * answered).to(tl.int64))
+    tl.store(number_of + layer, tl.full((), 0, tl.int64))
     tl.store(count_of + layer, 0)
 
 
@@ -162,8 +165,8 @@ def _settle(
         there = run < count
         wish = mine + run * _FIELDS
         status = tl.load(wish + _STATUS, mask=there, other=0)
-        came = there & ((status == _OK) & (answered != 0))
-        lacks = there & (came == 0)
+        came = there & (tl.where(answered != 0, status, 0) == _OK)
+        lacks = there & ~came
         slot, head = tl.load(wish + _SLOT, mask=there, other=0), tl.load(wish + _HEAD, mask=there, other=0)
         has_old_set = tl.load(wish + _HAS_OLD_SET, mask=there, other=0)
         at = (layer * SLOTS + slot) * HEADS + head

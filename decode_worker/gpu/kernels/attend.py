@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from decode_worker.gpu.kernels.append import stored
+from decode_worker.gpu.launch import launch
 from decode_worker.gpu.sync import INTERPRETED
 from decode_worker.kernels.state import HeadState
 
@@ -61,8 +62,8 @@ def attend(
     rows, d, shape = query.shape[0], query.shape[2], state.shape
     lanes = rows * shape.heads
     block, warps, stages = tile(d, window.element_size())
-    _attend[(scratch.programs,)](
-        slots, positions, query, out, lse, window, scratch.out, scratch.lse, scratch.ended,
+    launch(
+        _attend, (scratch.programs,), slots, positions, query, out, lse, window, scratch.out, scratch.lse, scratch.ended,
         state.base, state.capacity, state.cover, state.count, state.places, state.parity, state.resident,
         layer, lanes, scale, state.parity.numel(), state.places.shape[-1], shape.slots, shape.heads, shape.group,
         d, triton.next_power_of_2(d), shape.sink, shape.unit, shape.tail,

@@ -1,13 +1,16 @@
 """Kernels run in Triton's interpreter, on numbers drawn from a printed seed."""
 
 import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
+
+from tests.support.interpreter import patched_once
+
+__all__ = ["patched_once"]
 
 
 @pytest.fixture
@@ -15,3 +18,17 @@ def rng() -> np.random.Generator:
     seed = int(os.environ.get("HEADGATE_TEST_SEED", time.time_ns() % 1_000_000))
     print(f"HEADGATE_TEST_SEED={seed}")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors here are small: threads would only wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(patched_once: None) -> None:
+    pass

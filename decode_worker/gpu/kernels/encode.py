@@ -41,7 +41,7 @@ def distances(group: int) -> int:
 def encode(
     misses: torch.Tensor, rows: int, layer: int, query: torch.Tensor, projection: torch.Tensor, codes: torch.Tensor
 ) -> None:
-    """projection: float32[layers, H, d, 256]. Writes codes, int32[rows, H, 1 + planes, 8]: the majority, then planes."""
+    """projection: float32[layers, H, d, 256]. Writes codes, int32[rows, H, 1 + planes, 8]: the majority, the planes."""
     _, heads, d, _ = projection.shape
     group = query.shape[1] // heads
     launch(

@@ -79,9 +79,15 @@ def map_ring(ring: _native.RingProducer, device: torch.device, error: torch.Tens
 
 
 def list_wishes(
-    state: HeadState, slots: torch.Tensor, rows: int, layer: int, delta: Delta, wishes: Wishes, requests: Requests | None,
+    state: HeadState,
+    slots: torch.Tensor,
+    rows: int,
+    layer: int,
+    delta: Delta,
+    wishes: Wishes,
+    requests: Requests | None,
     looks: int,
-) -> None:  # fmt: skip
+) -> None:
     """Fills the layer's wishes, and claims a ticket for them where there is a ring. looks: at the credit, at most."""
     lanes = rows * state.shape.heads
     common = (slots, delta.pair_count, delta.has_old_set, wishes.count, wishes.number, wishes.wishes, layer)
@@ -218,7 +224,7 @@ def _ticket(count, number, step, claimed, next_number, tickets, sequences, layer
     out = tickets + area * 16
     tl.store(out + 2, tl.load(step))
     tl.store(out + 3, layer)  # and micro-batch 0
-    tl.store(out + 4, _GATHER | (tl.load(count + layer) << 16))
+    tl.store(out + 4, (tl.load(count + layer) << 16) | _GATHER)
     tl.store(out + 5, 0)
     tl.store(next_number, mine + 1)
     store_release(sequences + area * 8, mine)

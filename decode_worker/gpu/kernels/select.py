@@ -174,10 +174,10 @@ def _distance(codes, competes, query, CAPACITY: tl.constexpr, PLANES: tl.constex
     word = tl.arange(0, _WORDS)[:, None]
     code = tl.load(codes[None, :] + word * CAPACITY, mask=competes[None, :], other=0)
     differing = code ^ tl.load(query + word)
-    weighted = population(differing & tl.load(query + _WORDS + word))
+    distance = tl.sum(population(differing & tl.load(query + _WORDS + word)), 0)
     for b in tl.static_range(1, PLANES):
-        weighted += population(differing & tl.load(query + (1 + b) * _WORDS + word)) << b
-    return tl.sum(weighted, 0)
+        distance += tl.sum(population(differing & tl.load(query + (1 + b) * _WORDS + word)), 0) << b
+    return distance
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -266,7 +266,7 @@ def _emit(
 
 @triton.jit
 def _threshold(histogram, k, BINS: tl.constexpr):
-    """The distance of the k-th best and how many of it are taken; where there are fewer, one that none reaches, and 0."""
+    """The distance of the k-th best, and how many of it are taken; of fewer than k all, at a distance of none."""
     bins = tl.arange(0, BINS)
     counts = tl.load(histogram + bins)
     short = (tl.cumsum(counts, 0) < k).to(tl.int32)

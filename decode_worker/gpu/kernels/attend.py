@@ -63,7 +63,8 @@ def attend(
     lanes = rows * shape.heads
     block, warps, stages = tile(d, window.element_size())
     launch(
-        _attend, (scratch.programs,), slots, positions, query, out, lse, window, scratch.out, scratch.lse, scratch.ended,
+        _attend, (scratch.programs,), slots, positions, query, out, lse, window,
+        scratch.out, scratch.lse, scratch.ended,
         state.base, state.capacity, state.cover, state.count, state.places, state.parity, state.resident,
         layer, lanes, scale, state.parity.numel(), state.places.shape[-1], shape.slots, shape.heads, shape.group,
         d, triton.next_power_of_2(d), shape.sink, shape.unit, shape.tail,
@@ -88,7 +89,7 @@ def _attend(
     LANES_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     every = tl.arange(0, LANES_BLOCK)
-    slot, _, sinks, _, before_wrap, wrapped, listed, _ = _held(
+    _, _, sinks, _, before_wrap, wrapped, listed, _ = _held(
         slots, positions, base, capacity, cover, count, parity, resident, layer, every, lanes,
         SIDE, SLOTS, HEADS, SINK, UNIT, TAIL,
     )  # fmt: skip
@@ -137,8 +138,8 @@ def _held(
     SIDE: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, SINK: tl.constexpr, UNIT: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """What a lane, or each of a block of lanes, attends to (decode_worker/policy/attended.py): `sinks` places from 0 on,
-    `before_wrap` ones from `start`, `wrapped` ones from `first_tail`, then `listed` ones by name."""
+    """What a lane, or each of a block of lanes, attends to (decode_worker/policy/attended.py): `sinks` places from 0
+    on, `before_wrap` ones from `start`, `wrapped` ones from `first_tail`, then `listed` ones by name."""
     there = lane < lanes
     row, head = lane // HEADS, lane % HEADS
     slot = tl.load(slots + row, mask=there, other=-1)

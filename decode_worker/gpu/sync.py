@@ -63,7 +63,7 @@ def poll(words, expected, own_poison, peer_poison, timeout_ns):
 
     Both poison words come before the others each time round: an answer in an abandoned ring is none.
     """
-    deadline = clock_ns() + timeout_ns.to(tl.int64)
+    deadline = timeout_ns.to(tl.int64) + clock_ns()
     outcome = tl.full((), WAITING, tl.int32)
     while outcome == WAITING:
         if (load_acquire(own_poison) | load_acquire(peer_poison)) != 0:

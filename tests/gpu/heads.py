@@ -1,4 +1,4 @@
-"""A HeadState of random contents, its window, and the reference set on both: what kernels of a GPU are compared with."""
+"""A HeadState of random contents, its window, and the reference set on a copy of both."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ class Heads:
 
     def __init__(
         self, rng: np.random.Generator, *, heads: int = 2, group: int = 2, d: int = 64, dtype: str = "float32",
-        slots: int = 3, layers: int = 2, unit: int = 1, stale_fails: bool = False,
+        slots: int = 3, layers: int = 2, unit: int = 1, stale_fails: bool = False, context: int = CONTEXT,
+        resident_share: float = 0.3,
     ) -> None:  # fmt: skip
         self.rng, self.dtype = rng, STORAGE[DTYPES[dtype]]
         element = self.dtype.itemsize
         self.record_bytes = -(-2 * d * element // 64) * 64
-        resident = rng.random((layers, heads)) < 0.3
-        resident[0, 0] = False
+        resident = rng.random((layers, heads)) < resident_share
+        resident[0, 0] = resident_share == 1
         self.settings = PolicySettings(
             slots=slots, layers=layers, kv_heads=heads, group=group, head_dim=d, record_bytes=self.record_bytes,
-            context=CONTEXT, tau=np.full((layers, heads), 0.8, np.float32),
+            context=context, tau=np.full((layers, heads), 0.8, np.float32),
             weights=np.ones((layers, heads, group), np.float32), resident=resident, budget=100, recent=16,
             tail=16 + SEAL_TOKENS + 32, unit=unit,
         )  # fmt: skip
         self.state = HeadState(self.settings)
-        geometry = self.settings.geometry(CONTEXT, CONTEXT)
+        geometry = self.settings.geometry(context, context)
         self.window = np.zeros(slots * geometry.slot_bytes, np.uint8)
         values = torch.from_numpy(rng.standard_normal(len(self.window) // element, dtype=np.float32))
         self.window[:] = values.to(self.dtype).view(torch.uint8).numpy()
@@ -56,7 +57,7 @@ class Heads:
     def _fill(self, slot: int, geometry) -> int:
         """Sets as a session may hold them at a position, which it returns."""
         s, state, rng = self.settings, self.state, self.rng
-        position = int(rng.integers(1, CONTEXT))
+        position = int(rng.integers(1, s.context))
         for side, layer, head in np.ndindex(2, s.layers, s.kv_heads):
             at = side, layer, slot, head
             cover = int(rng.integers(max(0, position - s.tail + 1), position + 1))
@@ -76,12 +77,14 @@ class Heads:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32))
 
-    def reference(self) -> ReferenceKernels:
-        """On a copy of state and window, at the beginning of a step."""
+    def reference(self, keeps_faults: bool = False) -> ReferenceKernels:
+        """On a copy of state and window, at the beginning of a step, or behind what its row has a fault of."""
         values = {name: getattr(self.context, name) for name in StepContext.__dataclass_fields__}
         copied = copy.deepcopy({"state": self.state, "window": self.window})
         kernels = ReferenceKernels(StepContext(**{**values, **copied}))
         kernels.begin(self.rows, 1)
+        if keeps_faults:
+            kernels.context.state.fault[:] = self.state.fault
         return kernels
 
 

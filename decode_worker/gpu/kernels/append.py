@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from decode_worker import _native
+from decode_worker.gpu.launch import launch
 from decode_worker.kernels.state import HeadState
 
 _TAIL_FULL = tl.constexpr(_native.FAULT_TAIL_FULL)
@@ -29,8 +30,8 @@ def append(
     A row of which any head's tail is full has the fault TAIL_FULL; that head and those behind it are not written.
     """
     rows, heads, d = key.shape
-    _append[(rows, heads)](
-        slots, positions, key, value, window,
+    launch(
+        _append, (rows, heads), slots, positions, key, value, window,
         state.base, state.capacity, state.cover, state.parity, state.resident, state.fault,
         layer, state.parity.numel(), state.parity.shape[1], heads, triton.next_power_of_2(heads),
         d, triton.next_power_of_2(d), state.shape.sink, state.shape.unit, state.shape.tail,
@@ -75,10 +76,9 @@ def _append(
 @triton.jit
 def stored(x, DTYPE: tl.constexpr):
     """float32 in the storage dtype. Bfloat16 is rounded to nearest even by hand: the interpreter would cut it off."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         kept = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)  # a NaN stays one
         return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(DTYPE)
+    return x.to(DTYPE)

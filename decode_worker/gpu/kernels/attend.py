@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from decode_worker.gpu.kernels.append import stored
+from decode_worker.gpu.launch import launch
 from decode_worker.gpu.sync import INTERPRETED
 from decode_worker.kernels.state import HeadState
 
@@ -61,8 +62,9 @@ def attend(
     rows, d, shape = query.shape[0], query.shape[2], state.shape
     lanes = rows * shape.heads
     block, warps, stages = tile(d, window.element_size())
-    _attend[(scratch.programs,)](
-        slots, positions, query, out, lse, window, scratch.out, scratch.lse, scratch.ended,
+    launch(
+        _attend, (scratch.programs,), slots, positions, query, out, lse, window,
+        scratch.out, scratch.lse, scratch.ended,
         state.base, state.capacity, state.cover, state.count, state.places, state.parity, state.resident,
         layer, lanes, scale, state.parity.numel(), state.places.shape[-1], shape.slots, shape.heads, shape.group,
         d, triton.next_power_of_2(d), shape.sink, shape.unit, shape.tail,
@@ -87,7 +89,7 @@ def _attend(
     LANES_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     every = tl.arange(0, LANES_BLOCK)
-    slot, _, sinks, _, before_wrap, wrapped, listed, _ = _held(
+    _, _, sinks, _, before_wrap, wrapped, listed, _ = _held(
         slots, positions, base, capacity, cover, count, parity, resident, layer, every, lanes,
         SIDE, SLOTS, HEADS, SINK, UNIT, TAIL,
     )  # fmt: skip
@@ -136,8 +138,8 @@ def _held(
     SIDE: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, SINK: tl.constexpr, UNIT: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """What a lane, or each of a block of lanes, attends to (decode_worker/policy/attended.py): `sinks` places from 0 on,
-    `before_wrap` ones from `start`, `wrapped` ones from `first_tail`, then `listed` ones by name."""
+    """What a lane, or each of a block of lanes, attends to (decode_worker/policy/attended.py): `sinks` places from 0
+    on, `before_wrap` ones from `start`, `wrapped` ones from `first_tail`, then `listed` ones by name."""
     there = lane < lanes
     row, head = lane // HEADS, lane % HEADS
     slot = tl.load(slots + row, mask=there, other=-1)

@@ -34,5 +34,5 @@ def _triton(context: StepContext) -> Kernels:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise ValueError("kernels='triton' needs Triton, which is not installed: pip install triton") from None
+        raise ValueError("kernels='triton' needs Triton, which is not installed: pip install 'headgate[gpu]'") from None
     return TritonKernels(context)

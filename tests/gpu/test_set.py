@@ -17,4 +17,6 @@ except ValueError as error:
 
 def test_without_triton_everything_else_works_and_choosing_it_is_one_line():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "kernels='triton' needs Triton, which is not installed: pip install triton\n", done.stderr
+    assert done.stdout == "kernels='triton' needs Triton, which is not installed: pip install 'headgate[gpu]'\n", (
+        done.stderr
+    )

@@ -99,13 +99,15 @@ def list_wishes(
         none = wishes.number
         launch(
             _wishes, (1,), *common, looks, none, none, none, none, none, wishes.count,
-            RUNS_MAX=0, PAIRS_MAX=0, TICKETS=0, **constants,
+            RUNS_MAX=0, PAIRS_MAX=0, TICKETS=0, num_warps=1, **constants,
         )  # fmt: skip
         return
     r = requests
     launch(
         _wishes, (1,), *common, looks, r.own_poison, r.peer_poison, r.consumed, r.next_number, r.claimed, r.error,
-        RUNS_MAX=r.runs.shape[1], PAIRS_MAX=r.pairs.shape[1], TICKETS=r.tickets.shape[0], **constants,
+        RUNS_MAX=r.runs.shape[1], PAIRS_MAX=r.pairs.shape[1], TICKETS=r.tickets.shape[0],
+        num_warps=1,  # which sees one value of each word that the daemon changes
+        **constants,
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class TritonKernels(Kernels):
             state, *row, layer, query, int(kind), settings.cos_floor, settings.reuse.by_label, selection.misses,
             selection.histogram,
         )  # fmt: skip
-        encode.encode(selection.misses, rows, layer, query, self._projection, selection.codes)
+        encode.encode(selection.misses, rows, layer, query, state.shape.group, self._projection, selection.codes)
         select.select(state, *row, layer, self._index, selection)
         find_delta(
             state, *row, self._step, layer, query, int(kind), settings.cache, self._index, selection, self._delta

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.interpreter import patched_once
+from tests.support.interpreter import bounded, patched_once
 
-__all__ = ["patched_once"]
+__all__ = ["bounded", "patched_once"]
 
 
 @pytest.fixture
@@ -30,5 +30,5 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def interpreted(patched_once: None) -> None:
+def interpreted(patched_once: None, bounded: None) -> None:
     pass

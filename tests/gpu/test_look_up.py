@@ -24,7 +24,7 @@ CACHED = {
 def small_blocks(monkeypatch):
     """Lists of several blocks in windows of a hundred places."""
     monkeypatch.setattr(select, "BLOCK", 512)
-    monkeypatch.setattr(delta, "CHUNK", 32)
+    monkeypatch.setattr(delta, "CHUNK", 16)
 
 
 @pytest.mark.parametrize("name", CACHED)
@@ -55,7 +55,7 @@ def test_state_and_tickets_are_the_references(rng, name):
 def test_a_full_window_gives_its_old_set_up_and_a_cache_its_oldest_units(rng):
     """Queries that share nothing, without slack: every miss clears, and under `lru` evicts as well."""
     for preset in ("qsac", "lru"):
-        twins = Twins(rng, preset, slack=0.0, budget=64, attended=0.9 if preset == "lru" else None)
+        twins = Twins(rng, preset, slack=0.0, budget=64, unit=1, attended=0.9 if preset == "lru" else None)
         twins.bind(0, 768, 790)
         for number in range(3):
             twins.query = twins.noise(3.0)

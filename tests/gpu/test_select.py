@@ -114,7 +114,7 @@ def test_folded_codes_give_hamming_distances(rng, group, d):
     planes = encode.planes(group)
     codes = torch.zeros((rows, heads, 1 + planes, 8), dtype=torch.int32)
     misses = int32([1, 1, 0, 1])
-    encode.encode(misses, rows, 1, torch.from_numpy(query), torch.from_numpy(projection), codes)
+    encode.encode(misses, rows, 1, torch.from_numpy(query), group, torch.from_numpy(projection), codes)
     assert not codes[1, 0].any(), "a head that hits is not encoded"
     keys = rng.integers(0, 1 << 64, (50, 4), dtype=np.uint64)
     for row, head in ((0, 0), (0, 1), (1, 1)):
@@ -162,7 +162,9 @@ class Selecting:
         s.histogram.zero_()
         s.misses[:] = int32([1, 1, 0, 1, 0, 0])
         row = (self.rows.slots, self.rows.positions, 3)
-        encode.encode(s.misses, 3, 1, torch.from_numpy(self.query), torch.from_numpy(self.projection), s.codes)
+        encode.encode(
+            s.misses, 3, 1, torch.from_numpy(self.query), shape.group, torch.from_numpy(self.projection), s.codes
+        )
         select.select(state, *row, 1, self.index, s)
         for lane in (0, 1, 3):
             slot, position = int(self.rows.slots[lane // 2]), int(self.rows.positions[lane // 2])

@@ -39,11 +39,16 @@ def distances(group: int) -> int:
 
 
 def encode(
-    misses: torch.Tensor, rows: int, layer: int, query: torch.Tensor, projection: torch.Tensor, codes: torch.Tensor
+    misses: torch.Tensor,
+    rows: int,
+    layer: int,
+    query: torch.Tensor,
+    group: int,
+    projection: torch.Tensor,
+    codes: torch.Tensor,
 ) -> None:
     """projection: float32[layers, H, d, 256]. Writes codes, int32[rows, H, 1 + planes, 8]: the majority, the planes."""
     _, heads, d, _ = projection.shape
-    group = query.shape[1] // heads
     launch(
         _encode, (rows * heads,), misses, query, projection, codes, layer,
         HEADS=heads, GROUP=group, ROWS=max(ROWS_OF_DOT, triton.next_power_of_2(group)), D=d, D_BLOCK=D_BLOCK,

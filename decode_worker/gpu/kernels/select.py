@@ -266,13 +266,13 @@ def _emit(
 
 @triton.jit
 def _threshold(histogram, k, BINS: tl.constexpr):
-    """The distance of the k-th best, and how many of it are taken; of fewer than k all, at a distance of none."""
+    """The distance of the k-th best, and how many of it are taken; of fewer than k, a distance that none has."""
     bins = tl.arange(0, BINS)
     counts = tl.load(histogram + bins)
     short = (tl.cumsum(counts, 0) < k).to(tl.int32)
     threshold = tl.sum(short, 0)
     nearer = tl.sum(tl.where(bins < threshold, counts, 0), 0)
-    return threshold, tl.where(threshold < BINS, k - nearer, 0)
+    return threshold, k - nearer
 
 
 @triton.jit

@@ -14,58 +14,68 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from decode_worker import _native
+from decode_worker.kernels.base import Rows, StepContext
 from decode_worker.kernels.state import HeadState
-from decode_worker.policy.settings import SEAL_TOKENS, PolicySettings
+from decode_worker.policy.plan import QueryKind
+from decode_worker.policy.settings import PolicySettings
+from decode_worker.retrieval.hash import HashRetriever
 
 TARGETS = ("sm_80", "sm_90")
 WARP = 32
-PTXAS_S = 300
+CUOBJDUMP_S = 60
+STORAGE = {
+    torch.float32: _native.DTYPE_FLOAT32, torch.bfloat16: _native.DTYPE_BFLOAT16, torch.float16: _native.DTYPE_FLOAT16
+}  # fmt: skip
 
-# A storage dtype, query heads per KV head and head dimension: Llama-3-8B, Qwen2.5-14B, the extremes, and a masked one.
+# A storage dtype, query heads per KV head and head dimension: Llama-3-8B's, the largest, a masked one, the CPU's.
 SHAPES = (
     (torch.bfloat16, 4, 128),
-    (torch.bfloat16, 5, 128),
-    (torch.bfloat16, 16, 128),
-    (torch.bfloat16, 4, 64),
-    (torch.bfloat16, 1, 96),
-    (torch.bfloat16, 8, 256),
-    (torch.float16, 4, 128),
-    (torch.float32, 4, 128),
+    (torch.bfloat16, 16, 256),
+    (torch.float16, 5, 96),
+    (torch.float32, 1, 64),
 )
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one target. `shape`: dtype, group and d; costs are of one thread, but for shared memory."""
+    """One kernel for one target. `shape`: dtype, group and d; `variant` counts those of one name and shape. Registers
+    and stack, where what they do not hold spills to, are of one thread."""
 
     kernel: str
     shape: str
+    variant: int
     target: str
     registers: int
-    spill_bytes: int
+    stack_bytes: int
     shared_bytes: int
     ptx: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.kernel}.{self.shape}.{self.variant}.{self.target}.ptx"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=TARGETS, metavar="sm_NN")
-    parser.add_argument("--ptx", type=Path, help="a folder that gets KERNEL.SHAPE.TARGET.ptx of each")
+    parser.add_argument("--ptx", type=Path, help="a folder that gets the PTX of each in a `file`")
     arguments = parser.parse_args()
     for target in arguments.targets:
         for done in every_kernel(target):
             if arguments.ptx:
-                (arguments.ptx / f"{done.kernel}.{done.shape}.{target}.ptx").write_text(done.ptx)
-            print(json.dumps({name: value for name, value in asdict(done).items() if name != "ptx"}), flush=True)
+                (arguments.ptx / done.file).write_text(done.ptx)
+            print(json.dumps({**asdict(done), "ptx": done.file}), flush=True)
 
 
 def every_kernel(target: str) -> Iterator[Compiled]:
@@ -74,48 +84,68 @@ def every_kernel(target: str) -> Iterator[Compiled]:
         raise RuntimeError("TRITON_INTERPRET is set: a process that interprets kernels cannot compile them; unset it")
     seen = set()
     for dtype, group, d in SHAPES:
+        shape = f"{str(dtype).removeprefix('torch.')}-{group}-{d}"
+        variants: Counter[str] = Counter()
         with compiling_for(target) as kernels:
             launch_all(dtype, group, d)
         for name, kernel in kernels:
             if kernel.hash in seen:
                 continue
             seen.add(kernel.hash)
-            shape = f"{str(dtype).removeprefix('torch.')}-{group}-{d}"
-            ptx = kernel.asm["ptx"]
-            registers, spilled = assembled(target, ptx)
-            yield Compiled(name, shape, target, registers, spilled, kernel.metadata.shared, ptx)
+            registers, stack = resources(kernel.asm["cubin"])
+            yield Compiled(
+                name, shape, variants[name], target, registers, stack, kernel.metadata.shared, kernel.asm["ptx"]
+            )
+            variants[name] += 1
 
 
 def launch_all(dtype: torch.dtype, group: int, d: int, rows: int = 4, heads: int = 8) -> None:
-    """Every launch of a layer."""
-    from decode_worker.gpu.kernels import append, arrive, attend, gather
+    """Every launch of a step of one layer, with a ring, and those of the halves that tests call."""
+    from decode_worker.gpu.kernels import arrive, gather
+    from decode_worker.gpu.set import TritonKernels
 
-    device = torch.device("cpu")
-    record_bytes = 2 * d * dtype.itemsize
-    grid = (2, heads)
-    settings = PolicySettings(
-        slots=rows, layers=2, kv_heads=heads, group=group, head_dim=d, record_bytes=record_bytes, context=8192,
-        tau=np.zeros(grid, np.float32), weights=np.ones((*grid, group), np.float32), resident=np.zeros(grid, np.bool_),
-        tail=64 + 2 * SEAL_TOKENS,
-    )  # fmt: skip
+    settings = made_settings(2 * d * dtype.itemsize, group, d, rows, heads)
     state = HeadState(settings)
-    words = torch.int32
-    window, source = torch.zeros(1024, dtype=dtype), torch.zeros(1024, dtype=words)
-    slots, positions = torch.zeros(rows, dtype=words), torch.zeros(rows, dtype=words)
-    query, lse = torch.zeros(rows, heads * group, d), torch.zeros(rows, heads * group)
-    key = torch.zeros(rows, heads, d)
-    wishes = arrive.Wishes(2, rows * heads, device)
-    word = torch.zeros(1, dtype=torch.int64)
-    ring = arrive.Completions(torch.zeros((8, rows * heads, 2), dtype=torch.int64), word, word, word.view(words)[:1])
-    pairs, offsets = torch.zeros((64, 2), dtype=words), torch.zeros(64, dtype=torch.int64)
-    scratch = attend.AttendScratch(rows, heads, group, d, device)
+    retriever = HashRetriever(np.zeros((2, heads, d, 256), np.float32), np.zeros((2, heads, d), np.float32))
+    window = np.zeros(64 * settings.record_bytes, np.uint8)
+    ring = cast(_native.RingProducer, NobodysRing(tickets=8, runs_max=rows * heads, pairs_max=4096))
+    context = StepContext(
+        settings, state, retriever, window, ring, STORAGE[dtype], settings.record_bytes, d**-0.5, 1, False, 10**6
+    )
+    kernels = TritonKernels(context)
+    row = Rows(rows)
+    row.set(range(rows), range(rows))
+    query, key = torch.zeros(rows, heads * group, d), torch.zeros(rows, heads, d)
+    kernels.begin(row, 1)
+    kernels.look_up(1, query, QueryKind.SPECULATIVE)
+    kernels.arrive(1, key, key)
+    kernels.attend(1, query, query, torch.zeros(rows, heads * group))
+    kernels.plan(1, query, QueryKind.SPECULATIVE)
+    kernels.commit(1, None)
+    pairs, words = torch.zeros((8, 4096, 2), dtype=torch.int32), torch.from_numpy(window).view(torch.int32)
+    wishes = arrive.Wishes(2, rows * heads, state.parity.device)
+    for offsets in (None, torch.zeros((8, 4096), dtype=torch.int64)):
+        gather.gather(state, 1, wishes, pairs, offsets, words, words, settings.record_bytes, 8)
 
-    arrive.await_ticket(state, 1, wishes, ring, 10**9, False)
-    arrive.commit(state, 1, wishes, True, False)
-    gather.gather(state, 1, wishes, pairs, None, source, source, record_bytes, 8)
-    gather.gather(state, 1, wishes, pairs, offsets, source, source, record_bytes, 8)
-    append.append(state, slots, positions, 1, key, key, window, record_bytes)
-    attend.attend(state, slots, positions, 1, query, query, lse, window, record_bytes, d**-0.5, scratch)
+
+class NobodysRing:
+    """Memory of a ring's size, as far as kernels map it (gpu/kernels/post.py)."""
+
+    def __init__(self, tickets: int, runs_max: int, pairs_max: int) -> None:
+        self.tickets, self.runs_max, self.pairs_max = tickets, runs_max, pairs_max
+        self.offsets = dict.fromkeys(("requests_poison", "completions_poison", "consumed", "tickets", "cells"), 64)
+        self.offsets |= {"runs": 64, "pairs": 64}
+        self.requests = np.zeros(64 + tickets * max(64, 32 * runs_max, 8 * pairs_max), np.uint8)
+        self.completions = np.zeros(64 + tickets * 16 * runs_max, np.uint8)
+
+
+def made_settings(record_bytes: int, group: int, d: int, slots: int, heads: int) -> PolicySettings:
+    """Two layers, no head resident."""
+    grid = (2, heads)
+    return PolicySettings(
+        slots=slots, layers=2, kv_heads=heads, group=group, head_dim=d, record_bytes=record_bytes, context=8192,
+        tau=np.zeros(grid, np.float32), weights=np.ones((*grid, group), np.float32), resident=np.zeros(grid, np.bool_),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -152,26 +182,19 @@ def compiling_for(target: str) -> Iterator[list[tuple[str, Any]]]:
         JITFunction.run = run
 
 
-def assembled(target: str, ptx: str) -> tuple[int, int]:
-    """Registers of a thread and bytes that it spills, as the assembler that comes with Triton reports them."""
-    from triton.backends.nvidia.compiler import get_ptxas
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, as they stand in the binary."""
+    from triton import knobs
 
-    architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert architecture is not None
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(ptx)
-        source.flush()
-        ptxas = get_ptxas(int(target.removeprefix("sm_"))).path
-        command = [ptxas, "-v", f"--gpu-name={architecture[1]}", source.name, "-o", "/dev/null"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PTXAS_S)
-    if done.returncode:
-        raise RuntimeError(f"ptxas refuses a kernel for {target}: {done.stderr or done.stdout}")
-    report = done.stderr + done.stdout
-    registers = re.search(r"Used (\d+) registers", report)
-    spilled = re.findall(r"(\d+) bytes spill", report)
-    if registers is None or not spilled:
-        raise RuntimeError(f"ptxas reports neither registers nor spills: {report}")
-    return int(registers[1]), sum(map(int, spilled))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CUOBJDUMP_S)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    if found is None:
+        raise RuntimeError(f"cuobjdump tells nothing of a kernel's registers: {done.stderr or done.stdout}")
+    return int(found[1]), int(found[2])
 
 
 if __name__ == "__main__":

@@ -29,15 +29,16 @@ PAUSE_S = 20e-6
 def load_acquire(words):
     """`words`: a pointer, or a block of pointers, to 32 or 64 bits. Never writes: the mapping may be read-only."""
     if INTERPRETED:
-        return tl.load(words)
+        value = tl.load(words)
     elif words.dtype.scalar.element_ty.primitive_bitwidth == 64:
-        return tl.inline_asm_elementwise(
+        value = tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l,~{memory}", [words], dtype=tl.int64, is_pure=False, pack=1
         )
     else:
-        return tl.inline_asm_elementwise(
+        value = tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b32 $0, [$1];", "=r,l,~{memory}", [words], dtype=tl.int32, is_pure=False, pack=1
         )
+    return value
 
 
 @triton.jit

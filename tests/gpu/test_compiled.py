@@ -15,13 +15,16 @@ ROOT = Path(__file__).parents[2]
 TARGETS = ("sm_80", "sm_90")
 COMPILE_S = 280
 THREE_PROGRAMS = 65536 // (3 * 128) // 8 * 8  # registers of a thread, where three programs of 4 warps share an SM
+REGISTERS_MAX = {"attend": THREE_PROGRAMS, "encode": 128, "score": 168, "delta": 128}
+REGISTERS_OF_OTHERS_MAX = 96
+STACK_MAX = {"delta": 8}  # sixteen warps leave it 128 registers, and it wants 129
 
 
 class Kernel(NamedTuple):
     name: str
     shape: str
     registers: int
-    spill_bytes: int
+    stack_bytes: int
     shared_bytes: int
     ptx: str
 
@@ -37,9 +40,9 @@ def compile_all(target: str, folder: Path) -> Iterator[Kernel]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=COMPILE_S)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
-        cost = json.loads(line)
-        ptx = (folder / f"{cost['kernel']}.{cost['shape']}.{target}.ptx").read_text()
-        yield Kernel(cost["kernel"], cost["shape"], cost["registers"], cost["spill_bytes"], cost["shared_bytes"], ptx)
+        told = json.loads(line)
+        ptx = (folder / told["ptx"]).read_text()
+        yield Kernel(told["kernel"], told["shape"], told["registers"], told["stack_bytes"], told["shared_bytes"], ptx)
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -56,11 +59,11 @@ def named(kernels: list[Kernel], name: str) -> list[Kernel]:
 @pytest.mark.timeout(300)
 def test_registers_and_spills(kernels: list[Kernel]) -> None:
     for kernel in kernels:
-        assert kernel.spill_bytes == 0, kernel[:5]
-        if kernel.name != "attend":
-            assert kernel.registers <= 64, kernel[:5]
-        elif not kernel.shape.startswith("float32"):
-            assert kernel.registers <= THREE_PROGRAMS, kernel[:5]
+        assert kernel.stack_bytes <= STACK_MAX.get(kernel.name, 0), kernel[:5]
+        if kernel.name == "attend" and kernel.shape.startswith("float32"):
+            continue  # what tests use, and a CPU
+        assert kernel.registers <= REGISTERS_MAX.get(kernel.name, REGISTERS_OF_OTHERS_MAX), kernel[:5]
+        if kernel.name == "attend":
             assert kernel.shared_bytes <= 160 * 1024 // 3, kernel[:5]
 
 
@@ -106,3 +109,11 @@ def test_a_wait_acquires_and_a_poisoning_releases_at_system_scope(kernels: list[
     assert kernel.count(r"%globaltimer") >= 2
     assert kernel.count(r"nanosleep") >= 1
     assert kernel.count(r"(atom|red)[a-z0-9._]*\.sys") == 0, "the peer's mapping is read-only: polling never writes"
+
+
+@pytest.mark.timeout(300)
+def test_a_post_acquires_its_credit_and_releases_its_ticket_at_system_scope(kernels: list[Kernel]) -> None:
+    assert any(kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3 for kernel in named(kernels, "wishes"))
+    (kernel,) = named(kernels, "ticket")
+    (released,) = re.finditer(r"st\.release\.sys\.global\.b64", kernel.ptx)
+    assert kernel.ptx[: released.start()].rfind("bar.sync") > kernel.ptx.find("st.global") > 0, "described before it"

@@ -76,10 +76,11 @@ def _append(
 @triton.jit
 def stored(x, DTYPE: tl.constexpr):
     """float32 in the storage dtype. Bfloat16 is rounded to nearest even by hand: the interpreter would cut it off."""
-    if DTYPE == tl.bfloat16:
+    if DTYPE.is_bf16():
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         kept = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)  # a NaN stays one
-        return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        y = kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        return x.to(DTYPE)
+        y = x.to(DTYPE)
+    return y

@@ -214,14 +214,16 @@ def _part(
 def _product(x, y):
     """float32 x times records y. The interpreter keeps bfloat16 as bits and multiplies those: it gets float32."""
     if y.dtype == tl.float32:
-        return tl.dot(x, y, input_precision="tf32x3")
-    if INTERPRETED:
+        product = tl.dot(x, y, input_precision="tf32x3")
+    elif INTERPRETED:
         high = stored(x, y.dtype).to(tl.float32)
         low = stored(x - high, y.dtype).to(tl.float32)
-        return tl.dot(high, y.to(tl.float32)) + tl.dot(low, y.to(tl.float32))
-    high = x.to(y.dtype)
-    low = (x - high.to(tl.float32)).to(y.dtype)
-    return tl.dot(low, y, acc=tl.dot(high, y))
+        product = tl.dot(high, y.to(tl.float32)) + tl.dot(low, y.to(tl.float32))
+    else:
+        high = x.to(y.dtype)
+        low = (x - high.to(tl.float32)).to(y.dtype)
+        product = tl.dot(low, y, acc=tl.dot(high, y))
+    return product
 
 
 @triton.jit

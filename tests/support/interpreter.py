@@ -38,19 +38,22 @@ def bounded() -> Iterator[None]:
 
     builder = interpreter.InterpreterBuilder
     run, load, store = interpreter.GridExecutor.__call__, builder.create_masked_load, builder.create_masked_store
-    given = np.empty((0, 2), np.uint64)
+    starts = ends = np.empty(0, np.uint64)
 
     def launched(self: Any, *arguments: Any, **options: Any) -> None:
-        nonlocal given
+        nonlocal starts, ends
         tensors = [t for t in (*arguments, *options.values()) if hasattr(t, "data_ptr") and t.numel()]
-        given = np.array([(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors], np.uint64)
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
+        starts, ends = np.array(spans, np.uint64).T
+        ends = np.maximum.accumulate(ends)  # some lie within others
         run(self, *arguments, **options)
 
     def check(pointers: Any, mask: Any) -> None:
         at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)]
-        inside = ((at[:, None] >= given[:, 0]) & (at[:, None] < given[:, 1])).any(1)
+        before = np.searchsorted(starts, at, side="right")
+        inside = (before > 0) & (at < ends[before - 1])
         if not inside.all():
-            raise OutOfBounds(f"{(~inside).sum()} of {len(at)} pointers lie in none of {len(given)} tensors")
+            raise OutOfBounds(f"{(~inside).sum()} of {len(at)} pointers lie in none of {len(starts)} tensors")
 
     def loaded(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         check(pointers, mask)

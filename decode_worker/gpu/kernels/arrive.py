@@ -166,7 +166,7 @@ def _settle(
         wish = mine + run * _FIELDS
         status = tl.load(wish + _STATUS, mask=there, other=0)
         came = there & (tl.where(answered != 0, status, 0) == _OK)
-        lacks = there & ~came
+        lacks = there & (came == 0)
         slot, head = tl.load(wish + _SLOT, mask=there, other=0), tl.load(wish + _HEAD, mask=there, other=0)
         has_old_set = tl.load(wish + _HAS_OLD_SET, mask=there, other=0)
         at = (layer * SLOTS + slot) * HEADS + head

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 TARGETS = ("sm_80", "sm_90")
 COMPILE_S = 280
 THREE_PROGRAMS = 65536 // (3 * 128) // 8 * 8  # registers of a thread, where three programs of 4 warps share an SM
-REGISTERS_MAX = {"attend": THREE_PROGRAMS, "encode": 128, "score": 168, "delta": 128}
-REGISTERS_OF_OTHERS_MAX = 96
+LLAMA = "bfloat16-4-128"
+REGISTERS_MAX = {"attend": THREE_PROGRAMS, "encode": 128, "score": 128, "delta": 128}
+REGISTERS_OF_OTHERS_MAX = 64
 STACK_MAX = {"delta": 8}  # sixteen warps leave it 128 registers, and it wants 129
 
 
@@ -60,10 +61,15 @@ def named(kernels: list[Kernel], name: str) -> list[Kernel]:
 def test_registers_and_spills(kernels: list[Kernel]) -> None:
     for kernel in kernels:
         assert kernel.stack_bytes <= STACK_MAX.get(kernel.name, 0), kernel[:5]
-        if kernel.name == "attend" and kernel.shape.startswith("float32"):
-            continue  # what tests use, and a CPU
-        assert kernel.registers <= REGISTERS_MAX.get(kernel.name, REGISTERS_OF_OTHERS_MAX), kernel[:5]
-        if kernel.name == "attend":
+        if kernel.shape == LLAMA:
+            assert kernel.registers <= REGISTERS_MAX.get(kernel.name, REGISTERS_OF_OTHERS_MAX), kernel[:5]
+
+
+@pytest.mark.timeout(300)
+def test_three_programs_of_attention_share_a_multiprocessor(kernels: list[Kernel]) -> None:
+    for kernel in named(kernels, "attend"):
+        if not kernel.shape.startswith("float32"):
+            assert kernel.registers <= THREE_PROGRAMS, kernel[:5]
             assert kernel.shared_bytes <= 160 * 1024 // 3, kernel[:5]
 
 

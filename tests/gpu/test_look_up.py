@@ -38,8 +38,8 @@ def test_state_and_tickets_are_the_references(rng, name):
     )  # fmt: skip
     twins.bind(0, 768, 790)
     twins.bind(1, 256, 300)
-    for number in range(4):
-        if number == 2:
+    for number in range(3):
+        if number == 1:
             twins.grow(1)
         twins.step({1: 300 + number, 0: 790 + number}, failing=0.2)
         twins.turn(1.0)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -155,18 +156,11 @@ def compiling_for(target: str) -> Iterator[list[tuple[str, Any]]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    class Absent:
-        """A device that is only a name."""
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", int(target.removeprefix("sm_")), WARP)
-
+    absent = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", int(target.removeprefix("sm_")), WARP),
+    )
     kernels: list[tuple[str, Any]] = []
     run = JITFunction.run
 
@@ -174,7 +168,7 @@ def compiling_for(target: str) -> Iterator[list[tuple[str, Any]]]:
         kernel.device_caches.clear()  # of another target
         kernels.append((kernel.fn.__name__.lstrip("_"), run(kernel, *arguments, **{**options, "warmup": True})))
 
-    driver.set_active(Absent())
+    driver.set_active(absent)
     JITFunction.run = compile_only
     try:
         yield kernels

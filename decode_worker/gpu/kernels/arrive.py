@@ -89,7 +89,7 @@ def commit(state: HeadState, layer: int, wishes: Wishes, answered: bool, stale_f
     _, slots, heads = state.parity.shape
     launch(
         _commit, (1,), wishes.count, wishes.wishes, state.parity, state.fault, state.counters,
-        layer, wishes.runs, slots, heads, answered, stale_fails, RUNS, num_warps=1,
+        layer, wishes.runs, slots, heads, int(answered), stale_fails, RUNS, num_warps=1,
     )  # fmt: skip
 
 

@@ -51,6 +51,10 @@ class RingProducer:
     pairs_max: int
     poisoned: bool
     in_flight: int  # tickets posted and not yet collected
+    # For a producer that is a kernel, beside which nobody posts or waits here; until close(). Never write completions.
+    requests: NDArray[np.uint8]
+    completions: NDArray[np.uint8]
+    offsets: dict[str, int]  # of the first of each part in these memories, and of the headers' words
     def __init__(self, requests_fd: int, completions_fd: int) -> None:
         """Reads the geometry from the header that the daemon wrote; RingError if magic or version differ."""
     def post(

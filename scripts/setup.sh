@@ -28,6 +28,11 @@ system_packages() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input -q "$@"; }
 
+has_driver() { [ -e /proc/driver/nvidia/version ]; }
+
+# PyTorch for CUDA names the Triton that it was built with; without a driver any will do, for its interpreter.
+constraints() { if has_driver; then grep -v '^triton==' constraints.txt; else cat constraints.txt; fi; }
+
 # Without an NVIDIA driver the CPU build: the one at hand, else PyTorch's CPU index, else whatever the default index has.
 install_torch() {
   local torch
@@ -35,8 +40,8 @@ install_torch() {
   "$venv/bin/python" -c "import importlib.metadata as m; v = m.version('torch').split('+')[0]; assert 'torch==' + v == '$torch'" \
     2>/dev/null && return
   say "installing $torch"
-  if [ -e /proc/driver/nvidia/version ]; then
-    pip install -c constraints.txt torch
+  if has_driver; then
+    pip install -c <(constraints) torch
   else
     pip install --no-index --no-deps "$torch" 2>/dev/null ||
       pip install --no-deps --timeout 15 --retries 1 --index-url https://download.pytorch.org/whl/cpu "$torch" 2>/dev/null ||
@@ -54,7 +59,7 @@ python_packages() {
   pip install -c constraints.txt scikit-build-core nanobind grpcio-tools cmake ninja
   install_torch
   # The requirements of all extras, without building the project itself.
-  pip install -c constraints.txt $("$venv/bin/python" scripts/requirements.py dev)
+  pip install -c <(constraints) $("$venv/bin/python" scripts/requirements.py dev)
   echo "$want" > "$venv/.packages"
 }
 

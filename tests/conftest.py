@@ -8,6 +8,7 @@ import pytest
 
 from decode_worker.config import ENVIRONMENT
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported, which others than we may do
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
 
 

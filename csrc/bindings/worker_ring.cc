@@ -2,7 +2,9 @@
 
 #include <nanobind/ndarray.h>
 
+#include <cstddef>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -63,6 +65,28 @@ nb::object wait(RingProducer& ring, uint64_t seq, uint64_t timeout_us, uint64_t 
     results = &ring.wait(seq, timeout_us, spin_us, check_signals);
   }
   return to_array(*results);
+}
+
+// Where the parts of a ring begin in its two memories, for a producer that is a kernel.
+nb::dict offsets(const RingProducer& ring) {
+  const RingLayout layout{ring.geometry()};
+  const uint64_t first = layout.g.tickets;  // a sequence whose slot is 0
+  nb::dict at;
+  at["tickets"] = layout.ticket_off(first);
+  at["runs"] = layout.runs_off(first);
+  at["pairs"] = layout.pairs_off(first);
+  at["requests_poison"] = offsetof(RequestsHeader, poison);
+  at["cells"] = layout.cell_off(first, 0);
+  at["completions_poison"] = offsetof(CompletionsHeader, poison);
+  at["consumed"] = offsetof(CompletionsHeader, consumed);
+  return at;
+}
+
+using Memory = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+
+Memory memory(std::span<uint8_t> bytes) {
+  if (bytes.data() == nullptr) throw RingPoisoned("the ring is closed");
+  return Memory(bytes.data(), {bytes.size()}, nb::handle());
 }
 
 nb::object run_dtype() {
@@ -131,6 +155,12 @@ void bind_ring(nb::module_& m) {
       .def_prop_ro("pairs_max", [](const RingProducer& r) { return r.geometry().pairs_max; })
       .def_prop_ro("poisoned", &RingProducer::poisoned)
       .def_prop_ro("in_flight", &RingProducer::in_flight)
+      .def_prop_ro("offsets", &offsets)
+      .def_prop_ro(
+          "requests", [](const RingProducer& r) { return memory(r.requests()); }, nb::rv_policy::reference_internal)
+      .def_prop_ro(
+          "completions", [](const RingProducer& r) { return memory(r.completions()); },
+          nb::rv_policy::reference_internal)
       .def("post", &post, "op"_a, "step"_a, "layer"_a, "runs"_a, "pairs"_a, "timeout_us"_a = 2'000'000)
       .def(
           "poll", [](RingProducer& ring, uint64_t seq) { return to_array(ring.poll(seq)); }, "seq"_a)

@@ -72,6 +72,10 @@ class RingProducer {
 
   const RingGeometry& geometry() const { return layout_.g; }
   uint32_t in_flight() const { return in_flight_; }
+  // The two memories, until close(): for a producer that is a kernel, beside which nobody posts or waits here.
+  // Completions are mapped read-only.
+  std::span<uint8_t> requests() const { return {requests_, requests_ ? layout_.requests_bytes() : 0}; }
+  std::span<uint8_t> completions() const { return {completions_, completions_ ? layout_.completions_bytes() : 0}; }
   bool poisoned() const {
     return !requests_ || !completions_ || as_atomic(mine().poison).load(std::memory_order_acquire) != 0 ||
            as_atomic(peer().poison).load(std::memory_order_acquire) != 0;

@@ -17,7 +17,7 @@ from decode_worker.policy.plan import QueryKind, Ticket, gather_runs
 from decode_worker.retrieval.view import StoredPack, View
 
 COUNTER = {name: place for place, name in enumerate(Counters.NAMES)}
-STORAGE = {1: torch.float32, 2: torch.bfloat16}
+STORAGE = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
 
 
 @dataclass(frozen=True)

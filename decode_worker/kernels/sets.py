@@ -25,3 +25,14 @@ def _reference(context: StepContext) -> Kernels:
     from decode_worker.kernels.reference import ReferenceKernels
 
     return ReferenceKernels(context)
+
+
+@KERNELS.register("triton")
+def _triton(context: StepContext) -> Kernels:
+    try:
+        from decode_worker.gpu.set import TritonKernels
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError("kernels='triton' needs Triton, which is not installed: pip install 'headgate[gpu]'") from None
+    return TritonKernels(context)

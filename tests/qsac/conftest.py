@@ -5,6 +5,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.interpreter import patched_once
+
+__all__ = ["patched_once"]
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

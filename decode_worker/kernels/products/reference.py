@@ -9,6 +9,7 @@ from decode_worker.kernels.products.int8 import rounded
 from decode_worker.model.transformer import Transformer
 
 
+@PRODUCTS.register("triton")  # beside those kernels: on their device torch has the products
 @PRODUCTS.register("reference")
 class ReferenceProducts(Products):
     """Calls the model's own methods, in its dtype."""

@@ -1,0 +1,178 @@
+"""`triton`: the kernels for a GPU (decode_worker/gpu/kernels), which the interpreter of Triton runs on a CPU.
+
+What a step does is launches and nothing else: none of its decisions is Python's. What the host must know of a step that
+went wrong, `error` and `state.fault` hold; `begin` of the next step raises what concerned all rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decode_worker import _native
+from decode_worker.gpu.kernels import append, arrive, attend, encode, post, select
+from decode_worker.gpu.kernels.arrive import AUX, FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS
+from decode_worker.gpu.kernels.begin import clear_faults
+from decode_worker.gpu.kernels.delta import Delta, find_delta
+from decode_worker.gpu.kernels.similarity import find_misses
+from decode_worker.gpu.sync import LATE, POISONED
+from decode_worker.kernels.base import Kernels, Rows, StepContext
+from decode_worker.policy.plan import QueryKind, Ticket, gather_runs
+from decode_worker.retrieval.hash import HashRetriever
+from decode_worker.retrieval.view import StoredPack
+
+STORAGE = {
+    _native.DTYPE_FLOAT32: torch.float32, _native.DTYPE_BFLOAT16: torch.bfloat16, _native.DTYPE_FLOAT16: torch.float16
+}  # fmt: skip
+_ERRORS: dict[int, tuple[type[_native.RingError], str]] = {
+    LATE.value: (_native.RingTimeout, "a ticket is not done within the deadline; the ring is poisoned"),
+    POISONED.value: (_native.RingPoisoned, "the ring is poisoned"),
+    post.NO_CREDIT: (_native.NoCredit, "the store has not consumed an earlier ticket within the deadline"),
+    post.TOO_LARGE: (_native.RingError, "a layer's misses do not fit a ticket of the ring: raise its runs or pairs"),
+}
+
+
+class TritonKernels(Kernels):
+    """`hash` is the only retriever it selects with. Its scratch is allocated here, once; the state's tensors, the
+    window and the ring are used where they lie."""
+
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        state, device = context.state, context.state.parity.device
+        shape = state.shape
+        select.refuse_unknown(context.retriever, state)
+        self._slots = torch.full((shape.slots,), -1, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(shape.slots, dtype=torch.int32, device=device)
+        self._step = torch.zeros(1, dtype=torch.int32, device=device)
+        self._rows = 0
+        self._selects = (state.resident == 0).any(1).tolist()
+        self._index = select.SlotIndex(state, context.settings.context, device)
+        self._selection = select.Selection(state, self._index, device)
+        self._delta = Delta(state, device)
+        self._wishes = arrive.Wishes(shape.layers, shape.slots * shape.heads, device)
+        self._projection = torch.empty(0, device=device)
+        if isinstance(context.retriever, HashRetriever):
+            self._projection = torch.from_numpy(context.retriever.projection.copy()).to(device)
+        self._window = torch.from_numpy(context.window).view(STORAGE[context.dtype])
+        self._attend_scratch = attend.AttendScratch(shape.slots, shape.heads, shape.group, shape.head_dim, device)
+        self._error = torch.zeros(1, dtype=torch.int32, device=device)
+        self._requests: post.Requests | None = None
+        if context.ring is not None:
+            self._requests, cells = post.map_ring(context.ring, device, self._error)
+            self._completions = arrive.Completions(
+                cells, self._requests.own_poison, self._requests.peer_poison, self._error
+            )
+
+    def close(self) -> None:
+        del self._window, self._requests, self.context
+        self.__dict__.pop("_completions", None)
+
+    def extend(self, slot: int, pack: StoredPack) -> None:
+        self._index.extend(slot, pack)
+
+    def clear(self, slot: int) -> None:
+        self._index.clear(slot)
+
+    def begin(self, rows: Rows, step: int) -> None:
+        self.raise_for_error()
+        self._rows = rows.count
+        self._slots.copy_(rows.slot)
+        self._positions.copy_(rows.position)
+        self._step.fill_((step & 0xFFFFFFFF) - ((step & 0x80000000) << 1))
+        clear_faults(self.context.state, self._slots, self._rows)
+
+    def raise_for_error(self) -> None:
+        """RingError for what concerned all rows since the last time: the host reads the device's word."""
+        code = int(self._error)
+        if code:
+            self._error.zero_()
+            kind, what = _ERRORS[code]
+            raise kind(what)
+
+    # --- look_up ---
+
+    def look_up(self, layer: int, query: torch.Tensor, kind: QueryKind) -> None:
+        if not self._selects[layer]:
+            return
+        state = self.context.state
+        self._choose(layer, query, kind, self._requests)
+        if self._requests is not None:
+            post.post(state, self._rows, self._step, layer, self._delta, self._wishes, self._requests)
+
+    def plan(self, layer: int, query: torch.Tensor, kind: QueryKind) -> Ticket | None:
+        if not self._selects[layer]:
+            return None
+        self._choose(layer, query, kind, None)
+        state = self.context.state
+        wishes = self._wishes.wishes[layer, : int(self._wishes.count[layer])].cpu().numpy()
+        if not len(wishes):
+            return None
+        slots, heads = wishes[:, SLOT].tolist(), wishes[:, HEAD].tolist()
+        pairs = self._delta.pairs.cpu().numpy().view(np.uint32)
+        runs, together = gather_runs(
+            slots,
+            state.epoch[slots].tolist(),
+            state.issued[layer, slots, heads].tolist(),
+            heads,
+            [pairs[s * state.shape.heads + h, :n] for s, h, n in zip(slots, heads, wishes[:, PAIRS], strict=True)],
+        )
+        assert (runs["first_pair"] == wishes[:, FIRST_PAIR]).all()
+        return Ticket(_native.OP_GATHER, layer, runs, together)
+
+    def _choose(self, layer: int, query: torch.Tensor, kind: QueryKind, requests: post.Requests | None) -> None:
+        context, rows, selection = self.context, self._rows, self._selection
+        state, settings = context.state, context.settings
+        row = (self._slots, self._positions, rows)
+        find_misses(
+            state, *row, layer, query, int(kind), settings.cos_floor, settings.reuse.by_label, selection.misses,
+            selection.histogram,
+        )  # fmt: skip
+        encode.encode(selection.misses, rows, layer, query, state.shape.group, self._projection, selection.codes)
+        select.select(state, *row, layer, self._index, selection)
+        find_delta(
+            state, *row, self._step, layer, query, int(kind), settings.cache, self._index, selection, self._delta
+        )  # fmt: skip
+        post.list_wishes(state, self._slots, rows, layer, self._delta, self._wishes, requests, context.wait_us)
+
+    # --- arrive ---
+
+    def await_ticket(self, layer: int) -> None:
+        self._await(layer, self.context.wait_us)
+
+    def _await(self, layer: int, timeout_us: int) -> None:
+        if self._requests is None or not self._selects[layer]:
+            return
+        arrive.await_ticket(
+            self.context.state, layer, self._wishes, self._completions, timeout_us * 1000, self.context.stale_fails
+        )
+
+    def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None:
+        if statuses is not None:
+            answers = torch.from_numpy(statuses.astype(np.int32))
+            self._wishes.wishes[layer, : len(answers), STATUS] = answers[:, 0].to(self._wishes.wishes.device)
+            self._wishes.wishes[layer, : len(answers), AUX] = answers[:, 1].to(self._wishes.wishes.device)
+        arrive.commit(self.context.state, layer, self._wishes, statuses is not None, self.context.stale_fails)
+
+    def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.await_ticket(layer)
+        self.append(layer, key, value)
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        context = self.context
+        append.append(
+            context.state, self._slots, self._positions, layer, key, value, self._window, context.record_bytes
+        )
+
+    def settle(self, timeout_us: int) -> None:
+        for layer in range(self.context.state.shape.layers):
+            self._await(layer, timeout_us)
+
+    # --- attend ---
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        context = self.context
+        attend.attend(
+            context.state, self._slots, self._positions, layer, query, out, lse, self._window, context.record_bytes,
+            context.scale, self._attend_scratch,
+        )  # fmt: skip

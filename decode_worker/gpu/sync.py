@@ -1,0 +1,99 @@
+"""How a kernel meets whoever is not on its device: load-acquire, store-release, and waiting, all at system scope.
+
+The ring's rules (csrc/protocol/README.md) are kept with these three alone. On a device they are PTX, the same for every
+version of Triton. The interpreter has no memory orders to keep: there they are plain accesses and Python's clock, and
+what they prove is the logic, not the order.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+READY = tl.constexpr(0)
+LATE = tl.constexpr(1)
+POISONED = tl.constexpr(2)
+WAITING = tl.constexpr(3)
+
+PAUSE_S = 20e-6
+
+
+@triton.jit
+def load_acquire(words):
+    """`words`: a pointer, or a block of pointers, to 32 or 64 bits. Never writes: the mapping may be read-only."""
+    if INTERPRETED:
+        value = tl.load(words)
+    elif words.dtype.scalar.element_ty.primitive_bitwidth == 64:
+        value = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l,~{memory}", [words], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        value = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l,~{memory}", [words], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return value
+
+
+@triton.jit
+def store_release(word, value):
+    """What the program's threads have read and written before is over for whoever acquires `value`, one int64."""
+    if INTERPRETED:
+        tl.store(word, value)
+    else:
+        tl.debug_barrier()  # the release is one thread's: those of the others come before it
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred first;
+                mov.u32 $0, %tid.x;
+                setp.eq.u32 first, $0, 0;
+                @first st.release.sys.global.b64 [$1], $2;
+            }""",
+            "=&r,l,l,~{memory}", [word, value.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def poll(words, expected, own_poison, peer_poison, timeout_ns):
+    """Until every one of `words`, a block of pointers, equals `expected`: READY; or LATE, or POISONED.
+
+    Both poison words come before the others each time round: an answer in an abandoned ring is none.
+    """
+    deadline = timeout_ns.to(tl.int64) + clock_ns()
+    outcome = tl.full((), WAITING, tl.int32)
+    while outcome == WAITING:
+        if (load_acquire(own_poison) | load_acquire(peer_poison)) != 0:
+            outcome = tl.full((), POISONED, tl.int32)
+        elif tl.min((load_acquire(words) == expected).to(tl.int32), 0) == 1:
+            outcome = tl.full((), READY, tl.int32)
+        elif clock_ns() >= deadline:
+            outcome = tl.full((), LATE, tl.int32)
+        else:
+            pause()
+    return outcome
+
+
+if INTERPRETED.value:
+
+    def clock_ns():
+        return time.monotonic_ns()
+
+    def pause():
+        time.sleep(PAUSE_S)
+
+else:
+
+    @triton.jit
+    def clock_ns():
+        return cuda.globaltimer()
+
+    @triton.jit
+    def pause():
+        """Lets the other warps of the multiprocessor run, and the link rest."""
+        tl.inline_asm_elementwise("nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

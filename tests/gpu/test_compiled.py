@@ -1,0 +1,125 @@
+"""What the compiler makes of every kernel, for devices that this machine has not."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("sm_80", "sm_90")
+COMPILE_S = 280
+THREE_PROGRAMS = 65536 // (3 * 128) // 8 * 8  # registers of a thread, where three programs of 4 warps share an SM
+LLAMA = "bfloat16-4-128"
+REGISTERS_MAX = {"attend": THREE_PROGRAMS, "encode": 128, "score": 128, "delta": 128}
+REGISTERS_OF_OTHERS_MAX = 64
+STACK_MAX = {"delta": 8}  # sixteen warps leave it 128 registers, and it wants 129
+
+
+class Kernel(NamedTuple):
+    name: str
+    shape: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    ptx: str
+
+    def count(self, pattern: str) -> int:
+        return len(re.findall(pattern, self.ptx))
+
+
+def compile_all(target: str, folder: Path) -> Iterator[Kernel]:
+    """In a process of its own: this one may have chosen the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))
+    command = [sys.executable, "-m", "decode_worker.gpu.compile", "--ptx", str(folder), target]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=COMPILE_S)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        told = json.loads(line)
+        ptx = (folder / told["ptx"]).read_text()
+        yield Kernel(told["kernel"], told["shape"], told["registers"], told["stack_bytes"], told["shared_bytes"], ptx)
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    return list(compile_all(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+def named(kernels: list[Kernel], name: str) -> list[Kernel]:
+    found = [kernel for kernel in kernels if kernel.name == name]
+    assert found, f"no kernel {name} among {sorted({kernel.name for kernel in kernels})}"
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_registers_and_spills(kernels: list[Kernel]) -> None:
+    for kernel in kernels:
+        assert kernel.stack_bytes <= STACK_MAX.get(kernel.name, 0), kernel[:5]
+        if kernel.shape == LLAMA:
+            assert kernel.registers <= REGISTERS_MAX.get(kernel.name, REGISTERS_OF_OTHERS_MAX), kernel[:5]
+
+
+@pytest.mark.timeout(300)
+def test_three_programs_of_attention_share_a_multiprocessor(kernels: list[Kernel]) -> None:
+    for kernel in named(kernels, "attend"):
+        if not kernel.shape.startswith("float32"):
+            assert kernel.registers <= THREE_PROGRAMS, kernel[:5]
+            assert kernel.shared_bytes <= 160 * 1024 // 3, kernel[:5]
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_read_past_coherence(kernels: list[Kernel]) -> None:
+    """What a peer writes while a kernel runs is never read through the non-coherent cache."""
+    for kernel in kernels:
+        assert kernel.count(r"ld\.global[a-z0-9.]*\.nc") == 0, kernel[:5]
+
+
+@pytest.mark.timeout(300)
+def test_attention_reads_records_in_words_of_16_bytes(kernels: list[Kernel]) -> None:
+    for kernel in named(kernels, "attend"):
+        assert kernel.count(r"cp\.async\.cg\.shared\.global [^;]*, 0x10\b") >= 4, kernel[:5]
+        assert kernel.count(r"ld\.global[a-z0-9.]*\.b16") == 0, kernel[:5]
+        assert kernel.count(r"cp\.async\.ca\.shared\.global [^;]*, 0x8\b") == 0, kernel[:5]
+        assert kernel.count(r"cp\.async\.wait_group\s+[1-9]") > 0, f"no look is under way meanwhile: {kernel[:5]}"
+
+
+@pytest.mark.timeout(300)
+def test_attention_ends_a_part_before_it_counts_it(kernels: list[Kernel]) -> None:
+    for kernel in named(kernels, "attend"):
+        (counted,) = re.finditer(r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)\.add", kernel.ptx)
+        before = kernel.ptx[: counted.start()]
+        assert before.rfind("bar.sync") > before.rfind("st.global") > 0, kernel[:5]
+        assert kernel.count(r"ld\.global\.cg") > 0, kernel[:5]
+
+
+@pytest.mark.timeout(300)
+def test_records_are_pulled_and_written_in_wide_words(kernels: list[Kernel]) -> None:
+    for kernel in named(kernels, "gather"):
+        assert kernel.count(r"ld\.global\.v4\.b32") > 0, kernel[:5]
+        assert kernel.count(r"st\.global\.v4\.b32") > 0, kernel[:5]
+    for kernel in named(kernels, "append"):
+        assert kernel.count(r"st\.global\.(b8|b16)\b") == 0, kernel[:5]
+
+
+@pytest.mark.timeout(300)
+def test_a_wait_acquires_and_a_poisoning_releases_at_system_scope(kernels: list[Kernel]) -> None:
+    (kernel,) = named(kernels, "await_ticket")
+    assert kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3, "two poison words, and the cells"
+    assert kernel.count(r"st\.release\.sys\.global\.b64|fence\.acq_rel\.sys;\s*st\.") >= 1
+    assert kernel.count(r"%globaltimer") >= 2
+    assert kernel.count(r"nanosleep") >= 1
+    assert kernel.count(r"(atom|red)[a-z0-9._]*\.sys") == 0, "the peer's mapping is read-only: polling never writes"
+
+
+@pytest.mark.timeout(300)
+def test_a_post_acquires_its_credit_and_releases_its_ticket_at_system_scope(kernels: list[Kernel]) -> None:
+    assert any(kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3 for kernel in named(kernels, "wishes"))
+    (kernel,) = named(kernels, "ticket")
+    (released,) = re.finditer(r"st\.release\.sys\.global\.b64", kernel.ptx)
+    assert kernel.ptx[: released.start()].rfind("bar.sync") > kernel.ptx.find("st.global") > 0, "described before it"

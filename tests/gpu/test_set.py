@@ -1,0 +1,22 @@
+"""The set by its name."""
+
+import subprocess
+import sys
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from decode_worker.kernels.sets import KERNELS
+import decode_worker.engine.engine
+try:
+    KERNELS["triton"](None)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_without_triton_everything_else_works_and_choosing_it_is_one_line():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "kernels='triton' needs Triton, which is not installed: pip install 'headgate[gpu]'\n", (
+        done.stderr
+    )

@@ -230,7 +230,7 @@ class Address:
 
 
 # RequestsHeader and Ticket of csrc/core/ring.h, for tickets that no producer would post.
-_HEADER_BYTES = 256
+_HEADER_BYTES = 320
 _TICKET_BYTES = 64
 _TICKET = np.dtype(
     {

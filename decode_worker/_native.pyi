@@ -75,6 +75,18 @@ class RingProducer:
     def wait(self, seq: int, timeout_us: int, spin_us: int = 30) -> NDArray[np.uint32]:
         """Like poll, but until every run is terminal; the ticket is then collected (its cells read). At the deadline
         poisons the ring and raises RingTimeout. Spins, then sleeps on the futex; a signal's handler may end it."""
+    def begin_steps(self) -> None:
+        """Of a ring that was registered as a device's (RingPoisoned, RuntimeError for another one): the device may post
+        from here on. Before each launch, and again before 3/4 of the worker's wait have passed."""
+    def end_steps(self) -> None:
+        """The device has ended what was launched. Without it the daemon polls until it believes the mark no longer."""
+    requests: NDArray[np.uint8]
+    """The memory that this side writes, and `completions`, read-only: for a device that posts and waits by itself.
+    Both are gone once the ring is closed; RingPoisoned then."""
+    completions: NDArray[np.uint8]
+    layout: dict[str, int]
+    """Byte offsets in `requests` (poison, tickets, runs, pairs) and `completions` (daemon_poison, consumed, cells), and
+    the strides between tickets; ticket t uses place t % tickets. Structs are those of csrc/core/ring.h."""
     def poison(self) -> None: ...
     def heartbeat_ns(self) -> int: ...
     def close(self) -> None: ...

@@ -202,8 +202,12 @@ class DataPlane:
         `owner` (u32, its uid): copy threads and disk are shared fairly by bytes among owners, then among an owner's
         workers. `wait_ms` (0: 2000) is how long the worker waits for a ticket: a run that has waited 3/4 of it ends in
         ERROR/UNAVAILABLE (GATHER since its ticket was taken, RANGE and STORE since its ring last got on)."""
-    def add_ring(self, worker: int, requests_fd: int, completions_fd: int, geometry: RingGeometry) -> int:
-        """Formats both headers. Returns the ring's index in the worker."""
+    def add_ring(
+        self, worker: int, requests_fd: int, completions_fd: int, geometry: RingGeometry, device: bool = False
+    ) -> int:
+        """Formats both headers. Returns the ring's index in the worker.
+
+        device: one posts, which can wake nobody; the daemon polls the ring while the worker says that it steps."""
     def serve_rings(self, worker: int) -> None:
         """Gives the rings added so far to copy threads, each to the least loaded one.
 

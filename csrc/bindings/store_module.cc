@@ -276,7 +276,8 @@ void bind_data_plane(nb::module_& m) {
       .def("warm", &warm, "pack"_a, "hot_records"_a, "owner"_a = 0)
       .def("add_worker", &DataPlane::add_worker, "window_fd"_a, "window_bytes"_a, "staging_fd"_a, "staging_bytes"_a,
            "slots"_a, "owner"_a, "wait_ms"_a = 0, NoGil())
-      .def("add_ring", &DataPlane::add_ring, "worker"_a, "requests_fd"_a, "completions_fd"_a, "geometry"_a, NoGil())
+      .def("add_ring", &DataPlane::add_ring, "worker"_a, "requests_fd"_a, "completions_fd"_a, "geometry"_a,
+           "device"_a = false, NoGil())
       .def("serve_rings", &DataPlane::serve_rings, "worker"_a, NoGil())
       .def("remove_worker", &DataPlane::remove_worker, "worker"_a, NoGil())
       .def("own_upload", &DataPlane::own_upload, "worker"_a, "upload"_a, NoGil())

@@ -2,9 +2,11 @@
 
 #include <nanobind/ndarray.h>
 
+#include <cstddef>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "core/pack.h"
 #include "ring/producer.h"
@@ -63,6 +65,33 @@ nb::object wait(RingProducer& ring, uint64_t seq, uint64_t timeout_us, uint64_t 
     results = &ring.wait(seq, timeout_us, spin_us, check_signals);
   }
   return to_array(*results);
+}
+
+nb::dict layout(const RingProducer& ring) {
+  const RingLayout& l = ring.layout();
+  const std::pair<const char*, uint64_t> places[] = {
+      {"poison", offsetof(RequestsHeader, poison)},
+      {"tickets", l.ticket_off(0)},
+      {"runs", l.runs_off(0)},
+      {"runs_stride", l.runs_off(1) - l.runs_off(0)},
+      {"pairs", l.pairs_off(0)},
+      {"pairs_stride", l.pairs_off(1) - l.pairs_off(0)},
+      {"daemon_poison", offsetof(CompletionsHeader, poison)},
+      {"consumed", offsetof(CompletionsHeader, consumed)},
+      {"cells", l.cell_off(0, 0)},
+      {"cells_stride", l.cell_off(1, 0) - l.cell_off(0, 0)},
+  };
+  nb::dict out;
+  for (const auto& [name, at] : places) out[name] = at;
+  return out;
+}
+
+// A view of a ring's memory, which goes when the producer is closed.
+template <typename Byte>
+nb::object view(Byte* at, uint64_t bytes, nb::handle owner) {
+  if (!at) throw RingPoisoned("the ring is closed");
+  size_t shape[1] = {bytes};
+  return nb::cast(nb::ndarray<nb::numpy, Byte>(at, 1, shape, owner));
 }
 
 nb::object run_dtype() {
@@ -135,6 +164,19 @@ void bind_ring(nb::module_& m) {
       .def(
           "poll", [](RingProducer& ring, uint64_t seq) { return to_array(ring.poll(seq)); }, "seq"_a)
       .def("wait", &wait, "seq"_a, "timeout_us"_a, "spin_us"_a = 30)
+      .def("begin_steps", &RingProducer::begin_steps)
+      .def("end_steps", &RingProducer::end_steps)
+      .def_prop_ro("layout", &layout)
+      .def_prop_ro("requests",
+                   [](nb::handle self) {
+                     const auto& ring = nb::cast<const RingProducer&>(self);
+                     return view<uint8_t>(ring.requests(), ring.layout().requests_bytes(), self);
+                   })
+      .def_prop_ro("completions",
+                   [](nb::handle self) {
+                     const auto& ring = nb::cast<const RingProducer&>(self);
+                     return view<const uint8_t>(ring.completions(), ring.layout().completions_bytes(), self);
+                   })
       .def("poison", &RingProducer::poison)
       .def("heartbeat_ns", &RingProducer::heartbeat_ns)
       .def("close", &RingProducer::close);

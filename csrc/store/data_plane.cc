@@ -263,13 +263,13 @@ uint32_t DataPlane::add_worker(int window_fd, uint64_t window_bytes, int staging
   return id;
 }
 
-uint32_t DataPlane::add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry) {
+uint32_t DataPlane::add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry, bool device) {
   auto w = find_worker(worker);
   auto controlled = control(*w);
   w->check_open();
   const uint32_t index = uint32_t(w->rings.size() + w->unserved.size());
   const uint64_t id = uint64_t{worker} << 16 | index;
-  w->unserved.push_back(std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, id));
+  w->unserved.push_back(std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, device, id));
   return index;
 }
 
@@ -429,6 +429,7 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"crc_errors", c.crc_errors},
           {"wakes", c.wakes},
           {"sleeps", c.sleeps},
+          {"polls", c.polls},
           {"store_bytes", c.store_bytes},
           {"warm_bytes", c.warm_bytes},
           {"promotes_dropped", c.promotes_dropped},

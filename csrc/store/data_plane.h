@@ -51,8 +51,8 @@ class DataPlane {
   // Runs are given up after 3/4 of wait_ms (0: the default), the worker's wait.
   uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots,
                       uint32_t owner, uint32_t wait_ms);
-  // Formats both headers; the ring is not looked at before serve_rings.
-  uint32_t add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry);
+  // Formats both headers; the ring is not looked at before serve_rings. device: one posts, which can wake nobody.
+  uint32_t add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry, bool device = false);
   // Copy threads serve the rings added so far. From here on one waits in the kernel for whoever may give pages of the
   // worker's memory back: nobody must be able to. After an error the worker can only be removed.
   void serve_rings(uint32_t worker);

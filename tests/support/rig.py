@@ -140,19 +140,19 @@ class Rig:
         for fd in self.fds:
             os.close(fd)
 
-    def ring_memory(self) -> tuple[int, int]:
+    def ring_memory(self, device: bool = False) -> tuple[int, int]:
         g = self.geometry
         requests, completions = (
             memfd("requests", g.requests_bytes),
             memfd("completions", g.completions_bytes),
         )
         self.fds += (requests, completions)
-        self.plane.add_ring(self.worker, requests, completions, g)
+        self.plane.add_ring(self.worker, requests, completions, g, device)
         self.plane.serve_rings(self.worker)
         return requests, completions
 
-    def add_ring(self) -> worker_native.RingProducer:
-        self.request_fd, self.completion_fd = self.ring_memory()
+    def add_ring(self, device: bool = False) -> worker_native.RingProducer:
+        self.request_fd, self.completion_fd = self.ring_memory(device)
         return worker_native.RingProducer(self.request_fd, self.completion_fd)
 
     def post(self, op: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32] = NO_PAIRS) -> int:

@@ -88,7 +88,7 @@ class Workers:
         try:
             completions = memory.create("kvstore-completions", shape.completions_bytes)
             try:
-                self._state.plane.add_ring(native_id, requests, completions, shape)
+                self._state.plane.add_ring(native_id, requests, completions, shape, geometry.device)
                 memory.add_seals(completions, memory.F_SEAL_FUTURE_WRITE | memory.F_SEAL_SEAL)
             except BaseException:
                 os.close(completions)

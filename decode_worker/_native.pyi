@@ -153,6 +153,19 @@ def hash_select(
     record's. Ties go to the lower token, of units of more than one record to the lower id. Sorted by id; fewer if
     there are fewer. ValueError if a pack does not hold whole units."""
 
+WINDOW_PROBE: bytes  # what the daemon stores into the first and last line of a window in a device's memory
+
+class ImportedWindow:
+    """A window in a device's memory, imported from the daemon's descriptor, which the caller keeps."""
+
+    def __init__(self, fd: int, size_bytes: int, cuda_library: str, gpu: int) -> None:
+        """RuntimeError: no driver, no such GPU, or nothing of this size."""
+    address: int  # on the device, of byte 0
+    def read(self, at: int, count: int) -> bytes: ...
+    def write(self, at: int, values: NDArray[np.uint8]) -> None: ...
+    def close(self) -> None:
+        """Idempotent; what else is called afterwards raises RuntimeError."""
+
 # --- a decode step (decode_worker/kernels/base.py is the contract) over the tensors of a HeadState ---
 
 class Step:

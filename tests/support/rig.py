@@ -88,6 +88,7 @@ class Rig:
     owner: int = 1000
     wait_ms: int = WAIT_US // 1000
     window_kind: str = "shm"
+    window_options: dict[str, str] = field(default_factory=dict)  # of the data plane, for windows of a device
     beside: Rig | None = None  # another worker of that rig's data plane
     geometry: store_native.RingGeometry = field(
         default_factory=lambda: store_native.RingGeometry(tickets=8, runs_max=64, pairs_max=1 << 16)
@@ -109,14 +110,13 @@ class Rig:
                 self.spin_us,
                 self.extent_blocks,
                 self.window_kind,
+                **self.window_options,
             )
         )
-        self.window_fd = memfd("window", self.window_bytes)
+        on_device = self.window_kind in self.native.DEVICE_WINDOW_KINDS
+        self.window_fd = -1 if on_device else memfd("window", self.window_bytes)
         self.staging_fd = memfd("staging", self.staging_bytes)
-        self.fds = [self.window_fd, self.staging_fd]
-        self.window = mapped(self.window_fd, self.window_bytes)
         self.staging = mapped(self.staging_fd, self.staging_bytes)
-        self.window[:] = CANARY
         self.worker = self.plane.add_worker(
             self.window_fd,
             self.window_bytes,
@@ -125,7 +125,13 @@ class Rig:
             self.slots,
             self.owner,
             self.wait_ms,
+            self.window_kind,
         )
+        if on_device:
+            self.window_fd = self.plane.window_descriptor(self.worker)
+        self.fds = [self.window_fd, self.staging_fd]
+        self.window = mapped(self.window_fd, self.window_bytes)
+        self.window[:] = CANARY
         self.ring = self.add_ring()
         self.opened = 0
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from decode_worker.kernels.state import HeadState
 
 RUN_DTYPE: np.dtype[np.void]  # of struct Run in csrc/core/ring.h
+REQUESTS_HEADER_BYTES: int  # before the tickets
 OP_GATHER: int
 OP_RANGE: int
 OP_STORE: int

@@ -19,8 +19,8 @@ class GdrDevice {
 
   const std::shared_ptr<CudaDriver>& driver() const { return driver_; }
   GdrLibrary& gdr() { return gdr_; }
-  // A flush by the driver reaches kernels that run already; where the device orders what arrives for itself, arriving is
-  // enough, and a read over the bus comes back behind all stores of this thread.
+  // A flush by the driver reaches kernels that run already. Where the device orders what arrives by itself, arriving is
+  // enough: a read over the bus comes back behind all stores of this thread.
   bool flushed_by_driver() const { return flushed_by_driver_; }
 
  private:

@@ -49,8 +49,9 @@ def answer_times(rig, device, steps) -> list[float]:
 def test_a_ticket_is_seen_while_its_device_steps(rig):
     rig.ring = rig.add_ring(device=True)
     device = Device(rig.ring)
-    assert np.median(answer_times(rig, device, steps=False)) > 0.02, "nothing wakes the daemon before its heartbeat"
-    assert np.median(answer_times(rig, device, steps=True)) < 0.01
+    unmarked = np.median(answer_times(rig, device, steps=False))
+    assert unmarked > 0.02, "nothing wakes the daemon before its heartbeat"
+    assert np.median(answer_times(rig, device, steps=True)) < unmarked / 2
 
 
 def test_a_device_keeps_credit_by_its_cells_alone(directory, rng):
@@ -141,7 +142,7 @@ def test_who_always_marks_takes_nothing_from_a_neighbour(directory, rng):
                 began = time.monotonic()
                 assert rig.ask(OP_RANGE, 0, run(0, epoch, pair_count=64)).tolist() == [[OK, 0]]
                 times.append(time.monotonic() - began)
-            assert np.median(times) < 0.01
+            assert np.median(times) < 0.02
             assert 0 < polls(rig) - before < (time.monotonic() - start) / 20e-6 + 1
         finally:
             over.set()

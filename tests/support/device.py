@@ -56,6 +56,7 @@ class Device:
         cells = self._completions[at:][: self._runs[seq] * CELL.itemsize].view(CELL)
         while not (cells["seq"] == seq).all():
             assert time.monotonic() < deadline, f"ticket {seq} is not answered"
+            time.sleep(0.0001)  # leaves the core to the daemon, which a device does not take from it
         del self._runs[seq]
         return [(int(status), int(aux)) for status, aux in zip(cells["status"], cells["aux"], strict=True)]
 

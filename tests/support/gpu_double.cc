@@ -128,7 +128,9 @@ bool ordered() { return number("ordering=", 100) >= 100; }
   if (fails(call)) return kFailed
 
 API int cuGetErrorName(int error, const char** name) {
-  *name = error == kOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY" : error == kNoDevice ? "CUDA_ERROR_NO_DEVICE" : "CUDA_ERROR_UNKNOWN";
+  *name = error == kOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : error == kNoDevice  ? "CUDA_ERROR_NO_DEVICE"
+                                : "CUDA_ERROR_UNKNOWN";
   return kOk;
 }
 API int cuInit(unsigned) {
@@ -157,7 +159,8 @@ API int cuDevicePrimaryCtxRetain(void** context, int) {
 API int cuDevicePrimaryCtxRelease_v2(int) {
   ENTER("cuDevicePrimaryCtxRelease");
   if (--contexts < 0) return fault("a context is released twice");
-  if (contexts == 0 && !(mapped.empty() && reserved.empty() && pins.empty())) return fault("a context goes before its memory");
+  if (contexts == 0 && !(mapped.empty() && reserved.empty() && pins.empty()))
+    return fault("a context goes before its memory");
   return kOk;
 }
 API int cuCtxSetCurrent(void* context) {
@@ -180,7 +183,8 @@ API int cuMemGetAllocationGranularity(size_t* bytes, const Shape*, int) {
 API int cuMemCreate(unsigned long long* handle, size_t bytes, const Shape* shape, unsigned long long) {
   ENTER("cuMemCreate");
   if (bytes == 0 || bytes % kGranule != 0) return fault("an allocation that is not in granules");
-  if (shape->type != 1 || shape->handles != 1 || shape->location.type != 1) return fault("an allocation of no known shape");
+  if (shape->type != 1 || shape->handles != 1 || shape->location.type != 1)
+    return fault("an allocation of no known shape");
   if (!word("full").empty()) return kOutOfMemory;
   int fd = memfd_create("gpu", MFD_CLOEXEC);
   if (ftruncate(fd, off_t(bytes)) != 0) abort();
@@ -368,7 +372,8 @@ API int gdr_copy_from_mapping(Handle handle, void* to, const void* from, size_t 
   uint64_t offset = reinterpret_cast<uint64_t>(from) - reinterpret_cast<uint64_t>(pin.bar);
   for (size_t i = 0; i < bytes; ++i) {
     bool stored = pin.bar[(offset + i) / 8] != kUntouched;
-    static_cast<uint8_t*>(to)[i] = stored ? static_cast<const uint8_t*>(from)[i] : reinterpret_cast<const uint8_t*>(pin.at)[offset + i];
+    static_cast<uint8_t*>(to)[i] =
+        stored ? static_cast<const uint8_t*>(from)[i] : reinterpret_cast<const uint8_t*>(pin.at)[offset + i];
   }
   return 0;
 }

@@ -78,7 +78,7 @@ class RingProducer:
         poisons the ring and raises RingTimeout. Spins, then sleeps on the futex; a signal's handler may end it."""
     def begin_steps(self) -> None:
         """Of a ring that was registered as a device's (RingPoisoned, RuntimeError for another one): the device may post
-        from here on. Before each launch, and again before 3/4 of the worker's wait have passed."""
+        from here on. Before each launch, and again before 3/4 of the worker's wait have passed without an answer."""
     def end_steps(self) -> None:
         """The device has ended what was launched. Without it the daemon polls until it believes the mark no longer."""
     requests: NDArray[np.uint8]

@@ -142,8 +142,8 @@ class RingProducer {
   }
 
   // Of a device's ring: brackets what the device does, since it cannot wake the daemon. `begin_steps` comes before the
-  // launch, and again before 3/4 of the worker's wait have passed, which is how long it is believed; `end_steps` when
-  // the device has ended. Throws RingPoisoned, std::logic_error for a ring that this side posts to.
+  // launch, and again before 3/4 of the worker's wait have passed without an answer, which is how long it is believed;
+  // `end_steps` when the device has ended. Throws RingPoisoned, std::logic_error for a ring that this side posts to.
   void begin_steps() {
     require_device();
     as_atomic(mine().stepping).store(++bursts_, std::memory_order_relaxed);

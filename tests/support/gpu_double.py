@@ -31,7 +31,8 @@ def path(old: bool = False) -> Path:
             "-fvisibility=hidden",
             *(["-DGPU_DOUBLE_OLD"] if old else []),
         )
-        subprocess.run(["g++", *options, SOURCE, "-o", part], check=True, timeout=COMPILE_S)
+        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        subprocess.run(["g++", *options, SOURCE, "-o", part], check=True, timeout=COMPILE_S, env=environment)
         part.rename(built)
     return built
 

@@ -71,23 +71,27 @@ int contexts = 0, opened = 0;
 int the_context, the_gdr;
 thread_local bool current = false;
 
+std::string environment(const char* name) {
+  const char* value = getenv(name);
+  return value ? value : "";
+}
+std::string all_words = environment("GPU_DOUBLE"), log_path = environment("GPU_DOUBLE_LOG");
+
 void note(const char* format, ...) {
-  const char* path = getenv("GPU_DOUBLE_LOG");
-  if (!path) return;
+  if (log_path.empty()) return;
   char line[256];
   va_list values;
   va_start(values, format);
   int length = vsnprintf(line, sizeof line - 1, format, values);
   va_end(values);
   line[length++] = '\n';
-  int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+  int fd = open(log_path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
   if (write(fd, line, size_t(length)) != length) abort();
   close(fd);
 }
 
 std::string word(const char* name) {
-  const char* all = getenv("GPU_DOUBLE");
-  std::string words = std::string(" ") + (all ? all : "") + " ";
+  std::string words = " " + all_words + " ";
   size_t at = words.find(std::string(" ") + name);
   if (at == std::string::npos) return "";
   return words.substr(at + 1, words.find(' ', at + 1) - at - 1);
@@ -376,6 +380,13 @@ API int gdr_copy_from_mapping(Handle handle, void* to, const void* from, size_t 
         stored ? static_cast<const uint8_t*>(from)[i] : reinterpret_cast<const uint8_t*>(pin.at)[offset + i];
   }
   return 0;
+}
+
+// In place of the environment, which no thread may change under another.
+API void gpu_double_set(const char* words, const char* log) {
+  std::lock_guard lock(mutex);
+  all_words = words;
+  log_path = log;
 }
 
 // Allocations, addresses, mappings, pins, contexts and opened libraries that are left in this process.

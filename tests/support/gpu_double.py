@@ -44,9 +44,15 @@ class GpuDouble:
         self.library = str(path(old))
         self.options = {"cuda_library": self.library, "gdr_library": self.library}
         self._log = log
+        self._loaded = ctypes.CDLL(self.library)
 
     def set(self, words: str) -> None:
-        os.environ["GPU_DOUBLE"] = words
+        os.environ["GPU_DOUBLE"] = words  # of processes that are started from here on
+        self._loaded.gpu_double_set(words.encode(), str(self._log).encode())
+
+    def forget(self) -> None:
+        """The library stays loaded: it is one that works, and tells nobody."""
+        self._loaded.gpu_double_set(b"", b"")
 
     def calls(self) -> list[str]:
         return self._log.read_text().splitlines() if self._log.exists() else []
@@ -55,7 +61,7 @@ class GpuDouble:
         return [line for line in self.calls() if line.startswith("FAULT")]
 
     def live(self) -> int:
-        return ctypes.CDLL(self.library).gpu_double_live()
+        return int(self._loaded.gpu_double_live())
 
 
 @contextmanager
@@ -67,3 +73,4 @@ def gpu_double(directory: Path, words: str = "", old: bool = False) -> Iterator[
         yield double
     finally:
         del os.environ["GPU_DOUBLE_LOG"], os.environ["GPU_DOUBLE"]
+        double.forget()

@@ -181,9 +181,10 @@ class Neighbour:
     def write_ticket(self, seq: int, first_pair: int, pair: tuple[int, int]) -> None:
         """Posts ticket `seq` of one run of one pair by hand; nothing else of the ring's memory is touched."""
         g = self.geometry
-        run_bytes, ticket_off = _native.RUN_DTYPE.itemsize, _HEADER_BYTES + seq % g.tickets * _TICKET_BYTES
-        runs_off = _HEADER_BYTES + g.tickets * _TICKET_BYTES + seq % g.tickets * g.runs_max * run_bytes
-        pairs_off = _HEADER_BYTES + g.tickets * (_TICKET_BYTES + g.runs_max * run_bytes)
+        run_bytes, header_bytes = _native.RUN_DTYPE.itemsize, _native.REQUESTS_HEADER_BYTES
+        ticket_off = header_bytes + seq % g.tickets * _TICKET_BYTES
+        runs_off = header_bytes + g.tickets * _TICKET_BYTES + seq % g.tickets * g.runs_max * run_bytes
+        pairs_off = header_bytes + g.tickets * (_TICKET_BYTES + g.runs_max * run_bytes)
         pairs_off += (seq % g.tickets * g.pairs_max + first_pair) * 8
         run = self.runs(1, first_pair=first_pair, pair_count=1)
         ticket = np.zeros(1, _TICKET)
@@ -229,8 +230,7 @@ class Address:
     broker: str
 
 
-# RequestsHeader and Ticket of csrc/core/ring.h, for tickets that no producer would post.
-_HEADER_BYTES = 256
+# Ticket of csrc/core/ring.h, for tickets that no producer would post.
 _TICKET_BYTES = 64
 _TICKET = np.dtype(
     {

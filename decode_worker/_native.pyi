@@ -10,6 +10,7 @@ from torch import Tensor
 from decode_worker.kernels.state import HeadState
 
 RUN_DTYPE: np.dtype[np.void]  # of struct Run in csrc/core/ring.h
+REQUESTS_HEADER_BYTES: int  # before the tickets
 OP_GATHER: int
 OP_RANGE: int
 OP_STORE: int
@@ -51,10 +52,6 @@ class RingProducer:
     pairs_max: int
     poisoned: bool
     in_flight: int  # tickets posted and not yet collected
-    # For a producer that is a kernel, beside which nobody posts or waits here; until close(). Never write completions.
-    requests: NDArray[np.uint8]
-    completions: NDArray[np.uint8]
-    offsets: dict[str, int]  # of the first of each part in these memories, and of the headers' words
     def __init__(self, requests_fd: int, completions_fd: int) -> None:
         """Reads the geometry from the header that the daemon wrote; RingError if magic or version differ."""
     def post(
@@ -79,6 +76,18 @@ class RingProducer:
     def wait(self, seq: int, timeout_us: int, spin_us: int = 30) -> NDArray[np.uint32]:
         """Like poll, but until every run is terminal; the ticket is then collected (its cells read). At the deadline
         poisons the ring and raises RingTimeout. Spins, then sleeps on the futex; a signal's handler may end it."""
+    def begin_steps(self) -> None:
+        """Of a ring that was registered as a device's (RingPoisoned, RuntimeError for another one): the device may post
+        from here on. Before each launch, and again before 3/4 of the worker's wait have passed without an answer."""
+    def end_steps(self) -> None:
+        """The device has ended what was launched. Without it the daemon polls until it believes the mark no longer."""
+    requests: NDArray[np.uint8]
+    """The memory that this side writes, and `completions`, read-only: for a device that posts and waits by itself.
+    Both are gone once the ring is closed; RingPoisoned then."""
+    completions: NDArray[np.uint8]
+    layout: dict[str, int]
+    """Byte offsets in `requests` (poison, tickets, runs, pairs) and `completions` (daemon_poison, consumed, cells), and
+    the strides between tickets; ticket t uses place t % tickets. Structs are those of csrc/core/ring.h."""
     def poison(self) -> None: ...
     def heartbeat_ns(self) -> int: ...
     def close(self) -> None: ...
@@ -144,6 +153,19 @@ def hash_select(
     """The k units (of `unit` records in a row) of least Hamming distance, summed over g; a unit's is its nearest
     record's. Ties go to the lower token, of units of more than one record to the lower id. Sorted by id; fewer if
     there are fewer. ValueError if a pack does not hold whole units."""
+
+WINDOW_PROBE: bytes  # what the daemon stores into the first and last line of a window in a device's memory
+
+class ImportedWindow:
+    """A window in a device's memory, imported from the daemon's descriptor, which the caller keeps."""
+
+    def __init__(self, fd: int, size_bytes: int, cuda_library: str, gpu: int) -> None:
+        """RuntimeError: no driver, no such GPU, or nothing of this size."""
+    address: int  # on the device, of byte 0
+    def read(self, at: int, count: int) -> bytes: ...
+    def write(self, at: int, values: NDArray[np.uint8]) -> None: ...
+    def close(self) -> None:
+        """Idempotent; what else is called afterwards raises RuntimeError."""
 
 # --- a decode step (decode_worker/kernels/base.py is the contract) over the tensors of a HeadState ---
 

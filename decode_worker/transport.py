@@ -7,16 +7,16 @@ import math
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker import _native
 from decode_worker.policy.plan import NO_PAIRS, Ticket
-from decode_worker.window.base import WINDOWS, Window
+from decode_worker.window.base import WINDOWS
 from decode_worker.work import Pieces
-from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
+from kvstore_service.client import RingGeometry, StoreClient, StoreError
 
 DATA_LOSS, ABORTED = _native.FAULT_DATA_LOSS, _native.FAULT_ABORTED
 LATE_RETRY_S = 1.0  # after runs whose disk reads or writes were too slow
@@ -42,7 +42,9 @@ class Transport:
         decode_ring: RingGeometry,
         bulk_ring: RingGeometry,
         wait_ms: int,
+        window_kinds: Sequence[str] = ("shm",),
     ) -> None:
+        """window_kinds: those that its kernels can work on; StoreError (FAILED_PRECONDITION) if the daemon has none."""
         self.client = client
         self.wait_us = wait_ms * 1000
         memory = client.register_worker(
@@ -51,13 +53,14 @@ class Transport:
             staging_bytes=staging_bytes,
             rings=[decode_ring, bulk_ring],
             wait_ms=wait_ms,
+            window_kinds=window_kinds,
         )
         self.pack_tokens = memory.pack_tokens
         self._posted: deque[Posted] = deque()  # bulk tickets, the oldest first
         self._next_seq = 0
         self._moved_s = 0.0  # when a bulk ticket was posted, or a run of one was last seen to have ended
         with contextlib.closing(memory), contextlib.ExitStack() as undo:
-            self.window = _window(memory)
+            self.window = WINDOWS[memory.window_kind](memory.window_fd, memory.window_bytes)
             undo.callback(self.window.close)
             self.window.self_test()
             self._staging_map = mmap.mmap(memory.staging_fd, staging_bytes)
@@ -137,17 +140,6 @@ class Transport:
         self.staging.memory = np.empty(0, dtype=np.uint8)
         with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with it
             self._staging_map.close()
-
-
-def _window(memory: WorkerMemory) -> Window:
-    """FAILED_PRECONDITION for a kind that only the daemon knows."""
-    if memory.window_kind not in WINDOWS.names:
-        raise StoreError(
-            "FAILED_PRECONDITION",
-            f"the daemon's windows are {memory.window_kind!r}, this worker knows {', '.join(WINDOWS.names)}: "
-            "start the daemon with one of these as its window",
-        )
-    return WINDOWS[memory.window_kind](memory.window_fd, memory.window_bytes)
 
 
 def raise_for_status(statuses: NDArray[np.uint32]) -> None:

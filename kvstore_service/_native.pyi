@@ -17,6 +17,7 @@ PACK_TOKENS_MAX: int
 PACK_VERSION: int
 RING_VERSION: int
 WINDOW_KINDS: tuple[str, ...]  # the best one first
+DEVICE_WINDOW_KINDS: tuple[str, ...]  # of those, the ones whose memory the data plane allocates on a device
 
 class NativeError(RuntimeError):
     code: str
@@ -136,11 +137,20 @@ class DataPlane:
         spin_us: int = 30,
         extent_blocks: int = 4,
         window: str = "shm",
+        cuda_library: str = "libcuda.so.1",
+        gdr_library: str = "libgdrapi.so.2",
+        gpu: int = 0,
     ) -> None:
         """Allocates frames (anonymous huge-page memory), starts `copy_threads` threads, each with its own io_uring.
 
         A frame holds one extent of `extent_blocks` blocks (1..16); frames are carved from `dram_bytes` (which is never
-        exceeded). Packs of another extent_blocks are not opened. `window`, where windows lie, is of WINDOW_KINDS."""
+        exceeded). Packs of another extent_blocks are not opened. `window`, where windows lie, is of WINDOW_KINDS, or
+        auto, all kinds that work here. FAILED_PRECONDITION for one that does not; `cuda_library`, `gdr_library` and
+        `gpu` are what those in a device's memory need."""
+    window_kinds: list[str]
+    """What there is, the best one first."""
+    windows_refused: list[tuple[str, str]]
+    """Of `auto`: the kinds that do not work here, and why."""
     def close(self) -> None:
         """Poisons every ring, ends the threads, closes files and mappings. Idempotent."""
 
@@ -196,14 +206,24 @@ class DataPlane:
         slots: int,
         owner: int,
         wait_ms: int = 0,
+        window: str = "",
     ) -> int:
         """Maps a worker's memory (fds are duplicated). Returns the worker's id.
+
+        window: one of `window_kinds`, or empty for the best. One in a device's memory is made here, and needs no
+        `window_fd`; RESOURCE_EXHAUSTED if the device has no more.
 
         `owner` (u32, its uid): copy threads and disk are shared fairly by bytes among owners, then among an owner's
         workers. `wait_ms` (0: 2000) is how long the worker waits for a ticket: a run that has waited 3/4 of it ends in
         ERROR/UNAVAILABLE (GATHER since its ticket was taken, RANGE and STORE since its ring last got on)."""
-    def add_ring(self, worker: int, requests_fd: int, completions_fd: int, geometry: RingGeometry) -> int:
-        """Formats both headers. Returns the ring's index in the worker."""
+    def window_descriptor(self, worker: int) -> int:
+        """A new descriptor by which a worker imports its window in a device's memory, the caller's; -1 for another."""
+    def add_ring(
+        self, worker: int, requests_fd: int, completions_fd: int, geometry: RingGeometry, device: bool = False
+    ) -> int:
+        """Formats both headers. Returns the ring's index in the worker.
+
+        device: one posts, which can wake nobody; the daemon polls the ring while the worker says that it steps."""
     def serve_rings(self, worker: int) -> None:
         """Gives the rings added so far to copy threads, each to the least loaded one.
 

@@ -93,10 +93,10 @@ void warm(DataPlane& plane, uint32_t pack, HotRecords hot, uint32_t owner) {
   plane.warm(pack, hot.data(), owner);
 }
 
-using Windows = nb::ndarray<const uint64_t, nb::shape<-1, -1, 2>, nb::c_contig, nb::device::cpu>;
+using LaneArray = nb::ndarray<const uint64_t, nb::shape<-1, -1, 2>, nb::c_contig, nb::device::cpu>;
 
 uint32_t bind_slot(DataPlane& plane, uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs,
-                   Windows windows, uint32_t record_bytes) {
+                   LaneArray windows, uint32_t record_bytes) {
   nb::gil_scoped_release release;
   std::vector<LaneWindow> lanes(windows.shape(0) * windows.shape(1));
   for (size_t i = 0; i < lanes.size(); ++i) lanes[i] = {windows.data()[2 * i], windows.data()[2 * i + 1]};
@@ -115,6 +115,12 @@ nb::dict figures_of(DataPlane& plane, Figures (DataPlane::*read)()) {
   nb::dict out;
   for (const auto& [name, value] : figures) out[name.c_str()] = value;
   return out;
+}
+
+std::shared_ptr<const Windows> windows_of(DataPlane& plane) {
+  auto windows = plane.windows();
+  if (!windows) throw unavailable("the data plane is closed");
+  return windows;
 }
 
 nb::dict histograms(const DataPlane& plane) {
@@ -257,10 +263,13 @@ void bind_data_plane(nb::module_& m) {
       .def(
           "__init__",
           [](DataPlane* self, uint64_t dram_bytes, uint32_t io_depth, uint32_t copy_threads, uint32_t spin_us,
-             uint32_t extent_blocks, const std::string& window) {
-            new (self) DataPlane(DataPlaneOptions{dram_bytes, io_depth, copy_threads, spin_us, extent_blocks, window});
+             uint32_t extent_blocks, const std::string& window, const std::string& cuda_library,
+             const std::string& gdr_library, int gpu) {
+            new (self) DataPlane(DataPlaneOptions{
+                dram_bytes, io_depth, copy_threads, spin_us, extent_blocks, {window, cuda_library, gdr_library, gpu}});
           },
           "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, "window"_a = "shm",
+          "cuda_library"_a = WindowSettings().cuda_library, "gdr_library"_a = WindowSettings().gdr_library, "gpu"_a = 0,
           NoGil())
       .def("close", &DataPlane::close, NoGil())
       .def("create_upload", &DataPlane::create_upload, "path"_a, "spec"_a, NoGil())
@@ -275,8 +284,12 @@ void bind_data_plane(nb::module_& m) {
       .def("pack_damaged", &DataPlane::pack_damaged, "pack"_a, NoGil())
       .def("warm", &warm, "pack"_a, "hot_records"_a, "owner"_a = 0)
       .def("add_worker", &DataPlane::add_worker, "window_fd"_a, "window_bytes"_a, "staging_fd"_a, "staging_bytes"_a,
-           "slots"_a, "owner"_a, "wait_ms"_a = 0, NoGil())
-      .def("add_ring", &DataPlane::add_ring, "worker"_a, "requests_fd"_a, "completions_fd"_a, "geometry"_a, NoGil())
+           "slots"_a, "owner"_a, "wait_ms"_a = 0, "window"_a = "", NoGil())
+      .def("window_descriptor", &DataPlane::window_descriptor, "worker"_a, NoGil())
+      .def_prop_ro("window_kinds", [](DataPlane& plane) { return windows_of(plane)->kinds(); })
+      .def_prop_ro("windows_refused", [](DataPlane& plane) { return windows_of(plane)->refused(); })
+      .def("add_ring", &DataPlane::add_ring, "worker"_a, "requests_fd"_a, "completions_fd"_a, "geometry"_a,
+           "device"_a = false, NoGil())
       .def("serve_rings", &DataPlane::serve_rings, "worker"_a, NoGil())
       .def("remove_worker", &DataPlane::remove_worker, "worker"_a, NoGil())
       .def("own_upload", &DataPlane::own_upload, "worker"_a, "upload"_a, NoGil())
@@ -301,6 +314,7 @@ NB_MODULE(_native, m) {
   m.attr("PACK_VERSION") = kPackVersion;
   m.attr("RING_VERSION") = kRingVersion;
   m.attr("WINDOW_KINDS") = nb::tuple(nb::cast(window_kinds()));
+  m.attr("DEVICE_WINDOW_KINDS") = nb::tuple(nb::cast(device_window_kinds()));
   bind_errors(m);
   bind_shapes(m);
   bind_policy(m);

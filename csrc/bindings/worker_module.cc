@@ -11,6 +11,7 @@
 #include "bindings/worker_products.h"
 #include "bindings/worker_ring.h"
 #include "bindings/worker_step.h"
+#include "bindings/worker_window.h"
 #include "cpu/attend.h"
 #include "cpu/level.h"
 #include "cpu/query.h"
@@ -195,6 +196,7 @@ NB_MODULE(_native, m) {
   bind_ring(m);
   bind_step(m);
   bind_products(m);
+  bind_window(m);
   m.def("attend", &bind_attend, nb::arg("query"), nb::arg("window"), nb::arg("base"), nb::arg("ranges"),
         nb::arg("places"), nb::arg("counts"), nb::arg("dtype"), nb::arg("record_bytes"), nb::arg("scale"),
         nb::arg("threads"));

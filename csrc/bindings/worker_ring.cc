@@ -7,6 +7,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "core/pack.h"
 #include "ring/producer.h"
@@ -67,26 +68,31 @@ nb::object wait(RingProducer& ring, uint64_t seq, uint64_t timeout_us, uint64_t 
   return to_array(*results);
 }
 
-// Where the parts of a ring begin in its two memories, for a producer that is a kernel.
-nb::dict offsets(const RingProducer& ring) {
-  const RingLayout layout{ring.geometry()};
-  const uint64_t first = layout.g.tickets;  // a sequence whose slot is 0
-  nb::dict at;
-  at["tickets"] = layout.ticket_off(first);
-  at["runs"] = layout.runs_off(first);
-  at["pairs"] = layout.pairs_off(first);
-  at["requests_poison"] = offsetof(RequestsHeader, poison);
-  at["cells"] = layout.cell_off(first, 0);
-  at["completions_poison"] = offsetof(CompletionsHeader, poison);
-  at["consumed"] = offsetof(CompletionsHeader, consumed);
-  return at;
+nb::dict layout(const RingProducer& ring) {
+  const RingLayout& l = ring.layout();
+  const std::pair<const char*, uint64_t> places[] = {
+      {"poison", offsetof(RequestsHeader, poison)},
+      {"tickets", l.ticket_off(0)},
+      {"runs", l.runs_off(0)},
+      {"runs_stride", l.runs_off(1) - l.runs_off(0)},
+      {"pairs", l.pairs_off(0)},
+      {"pairs_stride", l.pairs_off(1) - l.pairs_off(0)},
+      {"daemon_poison", offsetof(CompletionsHeader, poison)},
+      {"consumed", offsetof(CompletionsHeader, consumed)},
+      {"cells", l.cell_off(0, 0)},
+      {"cells_stride", l.cell_off(1, 0) - l.cell_off(0, 0)},
+  };
+  nb::dict out;
+  for (const auto& [name, at] : places) out[name] = at;
+  return out;
 }
 
-using Memory = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
-
-Memory memory(std::span<uint8_t> bytes) {
-  if (bytes.data() == nullptr) throw RingPoisoned("the ring is closed");
-  return Memory(bytes.data(), {bytes.size()}, nb::handle());
+// A view of a ring's memory, which goes when the producer is closed.
+template <typename Byte>
+nb::object view(Byte* at, uint64_t bytes, nb::handle owner) {
+  if (!at) throw RingPoisoned("the ring is closed");
+  size_t shape[1] = {bytes};
+  return nb::cast(nb::ndarray<nb::numpy, Byte>(at, 1, shape, owner));
 }
 
 nb::object run_dtype() {
@@ -147,6 +153,7 @@ void bind_ring(nb::module_& m) {
   }
   m.attr("FAULT_NAMES") = fault_names;
   m.attr("RUN_DTYPE") = run_dtype();
+  m.attr("REQUESTS_HEADER_BYTES") = sizeof(RequestsHeader);
 
   nb::class_<RingProducer>(m, "RingProducer")
       .def(nb::init<int, int>(), "requests_fd"_a, "completions_fd"_a)
@@ -155,16 +162,23 @@ void bind_ring(nb::module_& m) {
       .def_prop_ro("pairs_max", [](const RingProducer& r) { return r.geometry().pairs_max; })
       .def_prop_ro("poisoned", &RingProducer::poisoned)
       .def_prop_ro("in_flight", &RingProducer::in_flight)
-      .def_prop_ro("offsets", &offsets)
-      .def_prop_ro(
-          "requests", [](const RingProducer& r) { return memory(r.requests()); }, nb::rv_policy::reference_internal)
-      .def_prop_ro(
-          "completions", [](const RingProducer& r) { return memory(r.completions()); },
-          nb::rv_policy::reference_internal)
       .def("post", &post, "op"_a, "step"_a, "layer"_a, "runs"_a, "pairs"_a, "timeout_us"_a = 2'000'000)
       .def(
           "poll", [](RingProducer& ring, uint64_t seq) { return to_array(ring.poll(seq)); }, "seq"_a)
       .def("wait", &wait, "seq"_a, "timeout_us"_a, "spin_us"_a = 30)
+      .def("begin_steps", &RingProducer::begin_steps)
+      .def("end_steps", &RingProducer::end_steps)
+      .def_prop_ro("layout", &layout)
+      .def_prop_ro("requests",
+                   [](nb::handle self) {
+                     const auto& ring = nb::cast<const RingProducer&>(self);
+                     return view<uint8_t>(ring.requests(), ring.layout().requests_bytes(), self);
+                   })
+      .def_prop_ro("completions",
+                   [](nb::handle self) {
+                     const auto& ring = nb::cast<const RingProducer&>(self);
+                     return view<const uint8_t>(ring.completions(), ring.layout().completions_bytes(), self);
+                   })
       .def("poison", &RingProducer::poison)
       .def("heartbeat_ns", &RingProducer::heartbeat_ns)
       .def("close", &RingProducer::close);

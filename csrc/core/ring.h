@@ -16,7 +16,7 @@
 namespace headgate {
 
 inline constexpr uint64_t kRingMagic = 0x31474e4952474448ull;  // "HDGRING1"
-inline constexpr uint32_t kRingVersion = 1;
+inline constexpr uint32_t kRingVersion = 2;
 inline constexpr uint64_t kPoisoned = UINT64_MAX;
 inline constexpr uint32_t kTicketsMax = 4096;
 inline constexpr uint32_t kRunsMax = 1u << 16;
@@ -60,11 +60,13 @@ struct RequestsHeader {
   uint32_t version;
   RingGeometry geometry;
   uint64_t epoch;
+  uint32_t device;  // 1: a device posts, which can wake nobody
   alignas(64) uint64_t poison;
-  alignas(64) uint32_t bell;    // the worker rings it; the daemon sleeps on it
-  alignas(64) uint32_t asleep;  // the worker sleeps (on CompletionsHeader::bell)
+  alignas(64) uint32_t bell;      // the worker rings it; the daemon sleeps on it
+  alignas(64) uint32_t asleep;    // the worker sleeps (on CompletionsHeader::bell)
+  alignas(64) uint64_t stepping;  // of a device's ring: not 0 while it may post; each burst of steps another number
 };
-static_assert(sizeof(RequestsHeader) == 256);
+static_assert(sizeof(RequestsHeader) == 320);
 
 struct CompletionsHeader {
   uint64_t magic;

@@ -45,7 +45,7 @@ PackHeader shape(uint32_t tokens, uint8_t name) {
 
 // What outlives an input: the data plane, both documents, and the worker to whom nothing may happen.
 struct World {
-  DataPlane plane{DataPlaneOptions{kDramBytes, 8, 1, 30, kExtentBlocks, "shm"}};
+  DataPlane plane{DataPlaneOptions{kDramBytes, 8, 1, 30, kExtentBlocks}};
   std::string directory;
   uint32_t files = 0;
   std::vector<uint32_t> packs[2];

@@ -20,7 +20,8 @@ SharedWorker::SharedWorker(DataPlane& plane, uint32_t owner, RingGeometry geomet
   id_ = plane.add_worker(window_.fd(), kWindowBytes, staging_.fd(), kStagingBytes, 1, owner, 0);
   for (uint32_t i = 0; i < kRings; ++i) {
     rings_.push_back(std::make_unique<SharedRing>(geometry));
-    plane.add_ring(id_, rings_[i]->requests.fd(), rings_[i]->completions.fd(), geometry);
+    const bool device = i > 0;  // its mark is scribbled over like everything else
+    plane.add_ring(id_, rings_[i]->requests.fd(), rings_[i]->completions.fd(), geometry, device);
   }
   plane.serve_rings(id_);
 }

@@ -72,10 +72,6 @@ class RingProducer {
 
   const RingGeometry& geometry() const { return layout_.g; }
   uint32_t in_flight() const { return in_flight_; }
-  // The two memories, until close(): for a producer that is a kernel, beside which nobody posts or waits here.
-  // Completions are mapped read-only.
-  std::span<uint8_t> requests() const { return {requests_, requests_ ? layout_.requests_bytes() : 0}; }
-  std::span<uint8_t> completions() const { return {completions_, completions_ ? layout_.completions_bytes() : 0}; }
   bool poisoned() const {
     return !requests_ || !completions_ || as_atomic(mine().poison).load(std::memory_order_acquire) != 0 ||
            as_atomic(peer().poison).load(std::memory_order_acquire) != 0;
@@ -145,6 +141,24 @@ class RingProducer {
                       " us; the ring is poisoned");
   }
 
+  // Of a device's ring: brackets what the device does, since it cannot wake the daemon. `begin_steps` comes before the
+  // launch, and again before 3/4 of the worker's wait have passed without an answer, which is how long it is believed;
+  // `end_steps` when the device has ended. Throws RingPoisoned, std::logic_error for a ring that this side posts to.
+  void begin_steps() {
+    require_device();
+    as_atomic(mine().stepping).store(++bursts_, std::memory_order_relaxed);
+    ring();
+  }
+  void end_steps() {
+    require_device();
+    as_atomic(mine().stepping).store(0, std::memory_order_relaxed);
+  }
+
+  // The two memories, for a device that posts and waits by itself; null once closed.
+  const RingLayout& layout() const { return layout_; }
+  uint8_t* requests() const { return requests_; }
+  const uint8_t* completions() const { return completions_; }
+
   void poison() {
     if (!requests_) return;
     as_atomic(mine().poison).store(kPoisoned, std::memory_order_release);
@@ -210,6 +224,11 @@ class RingProducer {
         throw std::invalid_argument("a run reaches beyond its ticket's pairs");
   }
 
+  void require_device() const {
+    if (!requests_) throw RingPoisoned("the ring is closed");
+    if (mine().device == 0) throw std::logic_error("the ring was not registered as a device's");
+  }
+
   void await_credit(uint64_t old, uint64_t timeout_us, const CheckIn& check_in) {
     if (!posted(old).collected) throw NoCredit("ticket " + std::to_string(old) + " is not collected yet");
     const uint64_t start = now_ns();
@@ -271,6 +290,7 @@ class RingProducer {
   uint8_t* completions_ = nullptr;
   std::vector<Posted> posted_;
   uint64_t next_ = 1;
+  uint64_t bursts_ = 0;
   uint32_t in_flight_ = 0;
 };
 

@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint64_t kMicrosecond = 1000;
 constexpr uint64_t kNapNs = 50 * kMicrosecond;        // while reads are in flight; new tickets wait this long
+constexpr uint64_t kPollNs = 20 * kMicrosecond;       // while a device steps, which cannot wake this thread
 constexpr uint64_t kSleepNs = 50'000 * kMicrosecond;  // while idle: then a heartbeat
 constexpr uint64_t kDrainNapNs = 1'000 * kMicrosecond;
 constexpr uint64_t kDrainNs = 3'000'000 * kMicrosecond;  // a disk that hangs does not keep the daemon from ending
@@ -111,9 +112,11 @@ void CopyEngine::sleep() {
   for (RingWork* ring : service_.rings()) bells.add(ring->consumer->bell());
   for (RingWork* ring : service_.rings()) ring->consumer->set_asleep(true);
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  const uint64_t now = now_ns();
+  const bool stepping = a_device_steps(now);  // before the tickets: one that came before the mark went is seen
   if (!anything_to_take()) {
-    add(counters_.sleeps);
-    bells.wait(now_ns() + kSleepNs);
+    add(stepping ? counters_.polls : counters_.sleeps);
+    bells.wait(now + (stepping ? kPollNs : kSleepNs));
   }
   for (RingWork* ring : service_.rings()) ring->consumer->set_asleep(false);
 }
@@ -123,6 +126,12 @@ bool CopyEngine::anything_to_take() const {
   if (shim::stops(options_.thread)) return false;
   return std::any_of(service_.rings().begin(), service_.rings().end(),
                      [](const RingWork* ring) { return ring->dead() || ring->consumer->ready(); });
+}
+
+bool CopyEngine::a_device_steps(uint64_t now) const {
+  bool any = false;
+  for (RingWork* ring : service_.rings()) any |= ring->stepping(now);
+  return any && !shim::stops(options_.thread);
 }
 
 void CopyEngine::drain() {

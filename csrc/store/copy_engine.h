@@ -63,6 +63,7 @@ class CopyEngine {
   void wait_for_work(bool worked);
   void sleep();
   bool anything_to_take() const;
+  bool a_device_steps(uint64_t now) const;
   void drain();
 
   const EngineOptions options_;

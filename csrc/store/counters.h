@@ -17,6 +17,7 @@ struct Counters {
   Count records_copied{0}, bytes_copied{0}, extent_hits{0}, extent_misses{0}, evictions{0};
   Count nvme_read_bytes{0}, nvme_read_ops{0}, nvme_write_bytes{0}, crc_errors{0};
   Count wakes{0}, sleeps{0}, store_bytes{0}, warm_bytes{0}, promotes_dropped{0};
+  Count polls{0};          // short naps while a device may post
   Count hints_dropped{0};  // reads ahead that found their queue full, or no memory
   Count runs_late{0};      // given up at their deadline
   Count runs_starved{0};   // waits for a frame or for planning memory

@@ -33,8 +33,7 @@ bool eventually(std::chrono::nanoseconds deadline, Condition condition) {
 
 }  // namespace
 
-DataPlane::DataPlane(const DataPlaneOptions& o)
-    : make_window_(window_maker(o.window)), frames_(o.dram_bytes, o.extent_blocks, counters_) {
+DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent_blocks, counters_) {
   if (o.copy_threads < 1 || o.copy_threads > kThreadsMax) throw invalid_argument("copy_threads must be 1..64");
   if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
   for (uint32_t i = 0; i < o.copy_threads; ++i)
@@ -42,6 +41,7 @@ DataPlane::DataPlane(const DataPlaneOptions& o)
         EngineOptions{i, o.io_depth, o.spin_us, std::max(kBulkBytes / o.copy_threads, kBulkBytesMin)}, frames_,
         counters_, trace_, [this] { nudge(); }));
   load_.resize(o.copy_threads);
+  windows_ = std::make_shared<Windows>(o.window);
 }
 
 DataPlane::~DataPlane() { close(); }
@@ -52,6 +52,7 @@ void DataPlane::close() {
   std::lock_guard lock(mutex_);
   closed_ = true;
   workers_.clear();
+  windows_.reset();
   uploads_.clear();
   for (auto& [id, pack] : packs_) drop_frames(std::move(pack));
   packs_.clear();
@@ -244,32 +245,34 @@ void DataPlane::call(Worker& worker, const CopyEngine::Command& command) {
 }
 
 uint32_t DataPlane::add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes,
-                               uint32_t slots, uint32_t owner, uint32_t wait_ms) {
+                               uint32_t slots, uint32_t owner, uint32_t wait_ms, const std::string& window) {
   if (slots < 1 || slots > kSlotsMax) throw invalid_argument("slots must be 1..65536");
   uint64_t run_ns_max = uint64_t{wait_ms == 0 ? kWaitMs : wait_ms} * kNsPerMs * 3 / 4;
   uint32_t id, home;
+  std::shared_ptr<const Windows> windows;
   {
     std::lock_guard lock(mutex_);
     if (closed_) throw unavailable("the data plane is closed");
+    windows = windows_;
     id = next_id_++;
     home = workers_made_++;
   }
-  auto worker =
-      std::make_shared<Worker>(id, owner, home, uint32_t(engines_.size()), run_ns_max,
-                               make_window_(window_fd, window_bytes), window_bytes, staging_fd, staging_bytes, slots);
+  auto worker = std::make_shared<Worker>(id, owner, home, uint32_t(engines_.size()), run_ns_max,
+                                         windows->make(window, window_fd, window_bytes), window_bytes, staging_fd,
+                                         staging_bytes, slots);
   std::lock_guard lock(mutex_);
   if (closed_) throw unavailable("the data plane is closed");
   workers_[id] = std::move(worker);
   return id;
 }
 
-uint32_t DataPlane::add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry) {
+uint32_t DataPlane::add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry, bool device) {
   auto w = find_worker(worker);
   auto controlled = control(*w);
   w->check_open();
   const uint32_t index = uint32_t(w->rings.size() + w->unserved.size());
   const uint64_t id = uint64_t{worker} << 16 | index;
-  w->unserved.push_back(std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, id));
+  w->unserved.push_back(std::make_unique<RingConsumer>(requests_fd, completions_fd, geometry, device, id));
   return index;
 }
 
@@ -410,6 +413,11 @@ void DataPlane::set_slot(Worker& worker, uint32_t slot, const Slot& now) {
 
 // --- figures ---
 
+std::shared_ptr<const Windows> DataPlane::windows() {
+  std::lock_guard lock(mutex_);
+  return windows_;
+}
+
 std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
   std::lock_guard lock(mutex_);
   const Counters& c = counters_;
@@ -429,6 +437,7 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"crc_errors", c.crc_errors},
           {"wakes", c.wakes},
           {"sleeps", c.sleeps},
+          {"polls", c.polls},
           {"store_bytes", c.store_bytes},
           {"warm_bytes", c.warm_bytes},
           {"promotes_dropped", c.promotes_dropped},

@@ -19,7 +19,7 @@ struct DataPlaneOptions {
   uint32_t copy_threads;
   uint32_t spin_us;
   uint32_t extent_blocks;
-  std::string window;  // of window_kinds()
+  WindowSettings window = {};
 };
 
 // Thread-safe; every call may block on the disk or on a copy thread, never on a worker. The mutex guards the tables
@@ -49,10 +49,13 @@ class DataPlane {
 
   // Rounds are fair among owners (uids) first.
   // Runs are given up after 3/4 of wait_ms (0: the default), the worker's wait.
+  // window: its kind, as Windows::make takes it.
   uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots,
-                      uint32_t owner, uint32_t wait_ms);
-  // Formats both headers; the ring is not looked at before serve_rings.
-  uint32_t add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry);
+                      uint32_t owner, uint32_t wait_ms, const std::string& window = "");
+  // A new descriptor of a window that lies in a device's memory; -1 of another one.
+  int window_descriptor(uint32_t worker) { return find_worker(worker)->window->descriptor(); }
+  // Formats both headers; the ring is not looked at before serve_rings. device: one posts, which can wake nobody.
+  uint32_t add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry, bool device = false);
   // Copy threads serve the rings added so far. From here on one waits in the kernel for whoever may give pages of the
   // worker's memory back: nobody must be able to. After an error the worker can only be removed.
   void serve_rings(uint32_t worker);
@@ -71,6 +74,8 @@ class DataPlane {
   // Frames by owner, of all that have some.
   std::map<uint32_t, uint32_t> owners() const { return frames_.used_by_owner(); }
 
+  // Null once closed.
+  std::shared_ptr<const Windows> windows();
   std::vector<std::pair<std::string, uint64_t>> stats();
   // Both sides of what must add up: Frames::Census, and runs begun, ended and under way.
   std::vector<std::pair<std::string, uint64_t>> census();
@@ -100,7 +105,6 @@ class DataPlane {
   void drop_upload(const UploadEntry& entry, uint32_t upload);
   void nudge();
 
-  const MakeWindow make_window_;
   Counters counters_;
   Trace trace_;
   Frames frames_;
@@ -109,7 +113,8 @@ class DataPlane {
   std::mutex close_mutex_;
   std::mutex mutex_;
   bool closed_ = false;
-  uint32_t next_id_ = 1;  // packs, uploads and workers never share or reuse a number
+  std::shared_ptr<const Windows> windows_;  // with their device; null once closed
+  uint32_t next_id_ = 1;                    // packs, uploads and workers never share or reuse a number
   std::map<uint32_t, std::shared_ptr<PackFile>> packs_;
   std::map<uint32_t, UploadEntry> uploads_;
   std::map<uint32_t, std::shared_ptr<Worker>> workers_;

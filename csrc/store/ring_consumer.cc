@@ -16,8 +16,9 @@ RingLayout checked(RingGeometry geometry) {
 
 }  // namespace
 
-RingConsumer::RingConsumer(int requests_fd, int completions_fd, RingGeometry geometry, uint64_t id)
+RingConsumer::RingConsumer(int requests_fd, int completions_fd, RingGeometry geometry, bool device, uint64_t id)
     : id_(id),
+      device_(device),
       layout_(checked(geometry)),
       requests_(requests_fd, layout_.requests_bytes(), PROT_READ | PROT_WRITE, "requests"),
       completions_(completions_fd, layout_.completions_bytes(), PROT_READ | PROT_WRITE, "completions"),
@@ -29,7 +30,7 @@ void RingConsumer::format() {
   std::memset(requests_.data(), 0, sizeof(RequestsHeader) + layout_.g.tickets * sizeof(Ticket));
   std::memset(completions_.data(), 0, sizeof(CompletionsHeader));
   RequestsHeader& r = requests();
-  r.version = kRingVersion, r.geometry = layout_.g, r.epoch = id_, r.magic = kRingMagic;
+  r.version = kRingVersion, r.geometry = layout_.g, r.epoch = id_, r.device = device_, r.magic = kRingMagic;
   CompletionsHeader& c = completions();
   c.version = kRingVersion, c.geometry = layout_.g, c.epoch = id_, c.magic = kRingMagic;
   as_atomic(c.heartbeat).store(now_ns(), std::memory_order_relaxed);

@@ -35,8 +35,8 @@ struct TakenTicket {
 class RingConsumer {
  public:
   // Formats both headers of two fresh, zeroed memories: touching every cell would cost what the peer only declared.
-  // `id` names the ring in traces.
-  RingConsumer(int requests_fd, int completions_fd, RingGeometry geometry, uint64_t id);
+  // `id` names the ring in traces. device: its producer can wake nobody, and marks when it may post.
+  RingConsumer(int requests_fd, int completions_fd, RingGeometry geometry, bool device, uint64_t id);
 
   uint64_t id() const { return id_; }
   const RingGeometry& geometry() const { return layout_.g; }
@@ -63,6 +63,8 @@ class RingConsumer {
   bool ring_if_needed();
 
   void heartbeat(uint64_t now) { as_atomic(completions().heartbeat).store(now, std::memory_order_relaxed); }
+  // 0 unless a device may post meanwhile; another number for each burst of steps.
+  uint64_t stepping() const { return device_ ? as_atomic(requests().stepping).load(std::memory_order_acquire) : 0; }
   const uint32_t& bell() const { return requests().bell; }
   void set_asleep(bool asleep) { as_atomic(completions().asleep).store(asleep, std::memory_order_relaxed); }
 
@@ -77,6 +79,7 @@ class RingConsumer {
   void advance_consumed();
 
   const uint64_t id_;
+  const bool device_;
   const RingLayout layout_;
   Mapping requests_;
   Mapping completions_;

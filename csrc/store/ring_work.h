@@ -1,6 +1,7 @@
 // A ring in service: its end of the shared memory, and the runs that are under way.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -73,6 +74,13 @@ struct RingWork : FairNode {
   // Poisoned, or another ring of its worker is.
   bool dead() const { return shard.worker.closed.load(std::memory_order_acquire) || consumer->dead(); }
 
+  // Whether a device posts here just now: it is marked, and has been marked anew or answered within its worker's wait.
+  bool stepping(uint64_t now) {
+    const uint64_t seen = consumer->stepping();
+    if (seen != mark) mark = seen, marked_ns = now;
+    return mark != 0 && now < std::max(marked_ns, last_progress_ns) + shard.worker.run_ns_max;
+  }
+
   RunTask& new_task() {
     if (spare.empty()) spare.push_back(std::make_unique<RunTask>());
     tasks.push_back(std::move(spare.back()));
@@ -102,6 +110,7 @@ struct RingWork : FairNode {
   Run promoting{};                    // the PROMOTE run that is being looked through
   uint32_t promoted = 0;              // pairs of it
   uint64_t last_progress_ns = 0;
+  uint64_t mark = 0, marked_ns = 0;  // what its device said last, and since when
 };
 
 }  // namespace headgate

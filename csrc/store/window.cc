@@ -1,6 +1,9 @@
 #include "store/window.h"
 
+#include <algorithm>
+
 #include "store/error.h"
+#include "store/gdr_window.h"
 #include "store/shm_window.h"
 
 #ifdef HEADGATE_IO_SHIM
@@ -10,40 +13,91 @@
 namespace headgate {
 namespace {
 
+constexpr uint64_t kTestBytes = 64 << 10;
+
+using Make = std::function<std::unique_ptr<Window>(int fd, uint64_t bytes)>;
+
+// Throws Error with the reason why the kind cannot be had on this machine.
+using Prepare = Make (*)(const WindowSettings&);
+
 template <typename Kind>
-std::unique_ptr<Window> make(int fd, uint64_t bytes) {
-  return std::make_unique<Kind>(fd, bytes);
+Make shared(const WindowSettings&) {
+  return [](int fd, uint64_t bytes) { return std::make_unique<Kind>(fd, bytes); };
 }
 
-struct Maker {
-  const char* kind;
-  MakeWindow make;
+Make gdr(const WindowSettings& settings) {
+  auto device = std::make_shared<GdrDevice>(settings);
+  GdrWindow(device, kTestBytes).self_test();
+  return [device](int, uint64_t bytes) { return std::make_unique<GdrWindow>(device, bytes); };
+}
+
+struct Kind {
+  const char* name;
+  Prepare prepare;
+  bool on_device;
+  bool automatic;
 };
 
-constexpr Maker kMakers[] = {
-    {"shm", make<ShmWindow>},
+constexpr Kind kKinds[] = {
+    {"gdr", gdr, true, true},
+    {"shm", shared<ShmWindow>, false, true},
 #ifdef HEADGATE_IO_SHIM
-    {"late", make<shim::LateWindow>},
+    {"late", shared<shim::LateWindow>, false, false},
 #endif
 };
+
+template <typename Condition>
+std::vector<std::string> names(Condition condition) {
+  std::vector<std::string> names;
+  for (const Kind& kind : kKinds)
+    if (condition(kind)) names.push_back(kind.name);
+  return names;
+}
+
+std::string list(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
 
 }  // namespace
 
 const std::vector<std::string>& window_kinds() {
-  static const std::vector<std::string> kinds = [] {
-    std::vector<std::string> names;
-    for (const Maker& maker : kMakers) names.push_back(maker.kind);
-    return names;
-  }();
+  static const std::vector<std::string> kinds = names([](const Kind&) { return true; });
   return kinds;
 }
 
-MakeWindow window_maker(const std::string& kind) {
-  for (const Maker& maker : kMakers)
-    if (maker.kind == kind) return maker.make;
-  std::string known;
-  for (const std::string& name : window_kinds()) known += (known.empty() ? "" : ", ") + name;
-  throw invalid_argument("window " + kind + " is not known; known are: " + known);
+const std::vector<std::string>& device_window_kinds() {
+  static const std::vector<std::string> kinds = names([](const Kind& kind) { return kind.on_device; });
+  return kinds;
+}
+
+Windows::Windows(const WindowSettings& settings) {
+  if (settings.kind != "auto" && std::ranges::count(window_kinds(), settings.kind) == 0)
+    throw invalid_argument("window " + settings.kind + " is not known; known are: " + list(window_kinds()));
+  for (const Kind& kind : kKinds) {
+    if (settings.kind == kind.name) {
+      made_.emplace_back(kind.name, kind.prepare(settings));
+    } else if (settings.kind == "auto" && kind.automatic) {
+      try {
+        made_.emplace_back(kind.name, kind.prepare(settings));
+      } catch (const Error& error) {
+        refused_.emplace_back(kind.name, error.what());
+      }
+    }
+  }
+}
+
+std::vector<std::string> Windows::kinds() const {
+  std::vector<std::string> kinds;
+  for (const auto& [kind, make] : made_) kinds.push_back(kind);
+  return kinds;
+}
+
+std::unique_ptr<Window> Windows::make(const std::string& kind, int fd, uint64_t bytes) const {
+  for (const auto& [name, make] : made_)
+    if (kind.empty() || kind == name) return make(fd, bytes);
+  throw failed_precondition("windows of kind " + kind + " are not made here; there are: " + list(kinds()));
 }
 
 }  // namespace headgate

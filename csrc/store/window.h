@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/cell.h"
@@ -25,14 +27,39 @@ class Window {
   virtual void fence() = 0;
   // Stores the cell of a terminal run.
   virtual void answer(Cell& cell, CellValue value) = 0;
+  // A new descriptor by which the worker maps it, the caller's; -1 if it lies in memory that the worker has already.
+  virtual int descriptor() const { return -1; }
 };
 
-// Of `bytes` bytes, which the worker has as `fd`. INVALID_ARGUMENT if the memory is smaller.
-using MakeWindow = std::unique_ptr<Window> (*)(int fd, uint64_t bytes);
+struct WindowSettings {
+  std::string kind = "shm";  // of window_kinds(), or "auto": all that can be had
+  std::string cuda_library = "libcuda.so.1", gdr_library = "libgdrapi.so.2";
+  int gpu = 0;
+};
 
-// The best one first.
+// The kinds of windows that there are, the best one first, and those of them that lie in a device's memory.
 const std::vector<std::string>& window_kinds();
-// INVALID_ARGUMENT for another kind than these.
-MakeWindow window_maker(const std::string& kind);
+const std::vector<std::string>& device_window_kinds();
+
+// The kinds that a data plane has, decided at its start.
+class Windows {
+ public:
+  // INVALID_ARGUMENT: no such kind. FAILED_PRECONDITION: it cannot be had on this machine.
+  explicit Windows(const WindowSettings& settings);
+
+  // The best one first; never none.
+  std::vector<std::string> kinds() const;
+  // With `auto`: those that cannot be had, and why.
+  const std::vector<std::pair<std::string, std::string>>& refused() const { return refused_; }
+  // Of `bytes` bytes: over the memory `fd`, or in a device's (fd is ignored). kind: one of kinds(), or "" for the best.
+  // INVALID_ARGUMENT if the memory is smaller; RESOURCE_EXHAUSTED if the device has no more.
+  std::unique_ptr<Window> make(const std::string& kind, int fd, uint64_t bytes) const;
+
+ private:
+  using Make = std::function<std::unique_ptr<Window>(int fd, uint64_t bytes)>;
+
+  std::vector<std::pair<std::string, Make>> made_;
+  std::vector<std::pair<std::string, std::string>> refused_;
+};
 
 }  // namespace headgate

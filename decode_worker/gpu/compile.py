@@ -134,8 +134,7 @@ class NobodysRing:
 
     def __init__(self, tickets: int, runs_max: int, pairs_max: int) -> None:
         self.tickets, self.runs_max, self.pairs_max = tickets, runs_max, pairs_max
-        self.offsets = dict.fromkeys(("requests_poison", "completions_poison", "consumed", "tickets", "cells"), 64)
-        self.offsets |= {"runs": 64, "pairs": 64}
+        self.layout = dict.fromkeys(("poison", "daemon_poison", "consumed", "tickets", "runs", "pairs", "cells"), 64)
         self.requests = np.zeros(64 + tickets * max(64, 32 * runs_max, 8 * pairs_max), np.uint8)
         self.completions = np.zeros(64 + tickets * 16 * runs_max, np.uint8)
 

@@ -9,7 +9,8 @@ from decode_worker.kernels.registry import Registry
 
 
 class Window(ABC):
-    """`bytes`: a uint8 array over all slots' places, valid until `close`. The daemon names the kind."""
+    """`bytes`: a uint8 array over all slots' places, valid until `close`; empty where no CPU reaches them.
+    The daemon names the kind."""
 
     bytes: NDArray[np.uint8]
 

@@ -98,14 +98,18 @@ class StoreClient(Client):
         rings: Sequence[RingGeometry],
         name: str = "",
         wait_ms: int = 0,
+        window_kinds: Sequence[str] = (),
     ) -> WorkerMemory:
         """Allocates this worker's memory in the daemon; once per client. The caller closes the result.
+
+        window_kinds: those that this worker can map (default: shm); it gets the best that the daemon has, or
+        FAILED_PRECONDITION.
 
         wait_ms: how long this worker waits for one ticket (0: the daemon's default);
         the daemon fails a run before that."""
         request = pb.RegisterWorkerRequest(
             name=name, slots=slots, window_bytes=window_bytes, staging_bytes=staging_bytes, wait_ms=wait_ms,
-            rings=[wire.geometry_to(ring) for ring in rings],
+            rings=[wire.geometry_to(ring) for ring in rings], window_kinds=window_kinds,
         )  # fmt: skip
         answer = self._call(self._stub.RegisterWorker, request, COMMIT_TIMEOUT_S)
         window_fd, staging_fd, *ring_fds = self._connection.take(answer.transfer)

@@ -41,6 +41,9 @@ class Config:
     copy_threads: int
     io_depth: int
     window: str
+    gpu: int
+    cuda_library: str
+    gdr_library: str
     worker_bytes_max: int
     slots_max: int
     sessions_max: int
@@ -112,11 +115,6 @@ def _copy_threads(value: Any) -> int:
     if value == "auto":
         return max(1, min(4, len(os.sched_getaffinity(0)) - 1))
     return settings.count(1, 64)(value)
-
-
-def _window(value: Any) -> str:
-    kind = settings.choice(*WINDOW_KINDS, "auto")(value)
-    return WINDOW_KINDS[0] if kind == "auto" else kind
 
 
 def _address(value: Any) -> str:
@@ -225,7 +223,15 @@ KEYS = (
     Key("extent_blocks", lambda: 4, settings.count(1, 16), "4 KiB blocks that are cached together"),
     Key("copy_threads", lambda: "auto", _copy_threads, "copy threads; auto = cores - 1, from 1 to 4"),
     Key("io_depth", lambda: 64, settings.count(1, 4096), "reads in flight per copy thread"),
-    Key("window", lambda: "auto", _window, f"where windows lie: {', '.join(WINDOW_KINDS)}, or auto (the best of them)"),
+    Key(
+        "window",
+        lambda: "auto",
+        settings.choice(*WINDOW_KINDS, "auto"),
+        f"where windows lie: {', '.join(WINDOW_KINDS)}, or auto (the best that works here and that a worker can map)",
+    ),
+    Key("gpu", lambda: 0, settings.count(0, 255), "whose memory gdr windows lie in: its number"),
+    Key("cuda_library", lambda: "libcuda.so.1", str, "the NVIDIA driver's library, needed by gdr windows"),
+    Key("gdr_library", lambda: "libgdrapi.so.2", str, "GDRCopy's library, needed by gdr windows"),
     Key("worker_bytes_max", lambda: "half", _worker_bytes, "most memory of a worker, or half (of all)", format_size),
     Key("slots_max", lambda: 256, settings.count(1, 65536), "slots over all workers"),
     Key("sessions_max", lambda: 1024, settings.count(1, 1 << 20), "open sessions over all workers"),

@@ -5,11 +5,19 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from kvstore_service import _native
-from kvstore_service._native import PACK_TOKENS_MAX, WINDOW_KINDS, DataPlane, PackSpec, RingGeometry
+from kvstore_service._native import (
+    DEVICE_WINDOW_KINDS,
+    PACK_TOKENS_MAX,
+    WINDOW_KINDS,
+    DataPlane,
+    PackSpec,
+    RingGeometry,
+)
 from kvstore_service.shared import types
 from kvstore_service.shared.types import BUILD_BYTES, NO_PARENT, Layout, StoreError
 
 __all__ = [
+    "DEVICE_WINDOW_KINDS",
     "PACK_TOKENS_MAX",
     "WINDOW_KINDS",
     "DataPlane",

@@ -70,6 +70,9 @@ class Daemon:
                     config.copy_threads,
                     extent_blocks=config.extent_blocks,
                     window=config.window,
+                    cuda_library=config.cuda_library,
+                    gdr_library=config.gdr_library,
+                    gpu=config.gpu,
                 )
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)
@@ -127,6 +130,8 @@ class Daemon:
 
     def start(self) -> None:
         """Serves from here on."""
+        for kind, reason in self.data_plane.windows_refused:
+            logs.event(log, logging.INFO, "no such windows here", window=kind, reason=reason)
         self._broker.start()
         try:
             addresses: dict[str, grpc.ServerCredentials | None] = {f"unix:{self.config.socket}": None}

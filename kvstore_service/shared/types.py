@@ -183,11 +183,14 @@ class SidecarKey:
 
 @dataclass(frozen=True)
 class RingGeometry:
-    """Limits of one ring: tickets in flight (a power of two), runs and pairs per ticket."""
+    """Limits of one ring: tickets in flight (a power of two), runs and pairs per ticket.
+
+    device: one posts, which cannot wake the daemon; the worker's host marks when it may (RingProducer.begin_steps)."""
 
     tickets: int
     runs_max: int
     pairs_max: int
+    device: bool = False
 
 
 def parse_size(text: str | int) -> int:

@@ -49,11 +49,11 @@ def reservation_of(message: pb.PackReservation) -> PackReservation:
 
 
 def geometry_to(ring: RingGeometry) -> pb.RingGeometry:
-    return pb.RingGeometry(tickets=ring.tickets, runs_max=ring.runs_max, pairs_max=ring.pairs_max)
+    return pb.RingGeometry(tickets=ring.tickets, runs_max=ring.runs_max, pairs_max=ring.pairs_max, device=ring.device)
 
 
 def geometry_of(message: pb.RingGeometry) -> RingGeometry:
-    return RingGeometry(message.tickets, message.runs_max, message.pairs_max)
+    return RingGeometry(message.tickets, message.runs_max, message.pairs_max, message.device)
 
 
 def sidecar_key_to(key: SidecarKey) -> pb.SidecarKey:

@@ -19,13 +19,14 @@ from decode_worker._native import (
     OP_PROMOTE,
     OP_RANGE,
     OP_STORE,
+    REQUESTS_HEADER_BYTES,
     RUN_DTYPE,
     RingPoisoned,
 )
 from kvstore_service._native import NativeError, RingGeometry
 from tests.support.rig import CANARY, ERROR, INVALID_ARGUMENT, OK, Rig, mapped, memfd, run, spec
 
-HEADER, TICKET, RUN, PAIR = 256, 64, 32, 8
+HEADER, TICKET, RUN, PAIR = REQUESTS_HEADER_BYTES, 64, 32, 8
 BAD = [ERROR, INVALID_ARGUMENT]
 
 

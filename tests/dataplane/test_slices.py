@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from decode_worker._native import OP_CANCEL, OP_GATHER, OP_PROMOTE, OP_RANGE
+from decode_worker._native import OP_CANCEL, OP_GATHER, OP_PROMOTE, OP_RANGE, REQUESTS_HEADER_BYTES
 from kvstore_service._native import RingGeometry
 from tests.support.rig import ABORTED, ERROR, INVALID_ARGUMENT, NO_PAIRS, OK, STALE, WAIT_US, Rig, mapped, run, until
 
@@ -111,7 +111,8 @@ def test_pairs_at_the_end_of_a_sparse_ring_cost_what_they_are(directory, rng):
             epoch = sparse.bind(0, [pack], 512)
             ok, before = rig.plane.stats()["runs_ok"], anonymous_mib()
             requests = mapped(sparse.request_fd, geometry.requests_bytes)
-            runs, tickets = requests[256 + 16 * 64 :], requests[256:]
+            tickets = requests[REQUESTS_HEADER_BYTES:]
+            runs = tickets[16 * 64 :]
             only = run(0, epoch, first_pair=geometry.pairs_max - 1, pair_count=1).view(np.uint8)
             for seq in range(1, 17):
                 slot = seq % 16

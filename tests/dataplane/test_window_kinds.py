@@ -5,6 +5,7 @@ import pytest
 
 from decode_worker._native import OP_GATHER, OP_RANGE
 from kvstore_service._native import WINDOW_KINDS, DataPlane, NativeError
+from tests.support.gpu_double import gpu_double
 from tests.support.rig import CANARY, OK, FaultyRig, run
 
 LATE = "late"  # of test builds: records reach the worker's memory at the fence, not before
@@ -13,7 +14,16 @@ LATE = "late"  # of test builds: records reach the worker's memory at the fence,
 @pytest.mark.parametrize("kind", sorted({*WINDOW_KINDS, LATE}))
 @pytest.mark.parametrize("copy_threads", [1, 2])
 def test_a_cell_says_that_the_records_are_there(directory, rng, kind, copy_threads):
-    with FaultyRig(directory, window_kind=kind, copy_threads=copy_threads, dram_bytes=1 << 20) as rig:
+    with (
+        gpu_double(directory) as double,
+        FaultyRig(
+            directory,
+            window_kind=kind,
+            window_options=double.options,
+            copy_threads=copy_threads,
+            dram_bytes=1 << 20,
+        ) as rig,
+    ):
         pack = rig.make_pack(rng, tokens=1024)
         epoch = rig.bind(0, [pack], 1024, gap=512)
         for _ in range(8):
@@ -28,6 +38,6 @@ def test_a_cell_says_that_the_records_are_there(directory, rng, kind, copy_threa
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(NativeError, match=f"gdr.*{WINDOW_KINDS[0]}") as refused:
-        DataPlane(4 << 20, 8, 1, window="gdr")
+    with pytest.raises(NativeError, match=f"pigeon.*{WINDOW_KINDS[0]}") as refused:
+        DataPlane(4 << 20, 8, 1, window="pigeon")
     assert refused.value.code == "INVALID_ARGUMENT"

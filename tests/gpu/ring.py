@@ -8,14 +8,14 @@ import numpy as np
 from decode_worker import _native
 from decode_worker.policy.plan import RUN_DTYPE, Op, Ticket
 
-MAGIC, VERSION = 0x31474E4952474448, 1
+MAGIC, VERSION = 0x31474E4952474448, 2
 HEADER = np.dtype([("magic", "<u8"), ("version", "<u4"), ("geometry", "<u4", 3), ("epoch", "<u8")])
 TICKET = np.dtype(
     [("seq", "<u8"), ("step", "<u4"), ("layer", "<u2"), ("micro_batch", "<u2"), ("op", "<u2"), ("runs", "<u2"),
      ("first_run", "<u4"), ("reserved", "V40")]
 )  # fmt: skip
 CELL = np.dtype([("seq", "<u8"), ("status", "<u4"), ("aux", "<u4")])
-REQUESTS_HEADER, COMPLETIONS_HEADER = 256, 320
+REQUESTS_HEADER, COMPLETIONS_HEADER = _native.REQUESTS_HEADER_BYTES, 320
 POISON, CONSUMED = 64 // 8, 256 // 8  # words of 8 bytes
 
 

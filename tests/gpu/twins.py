@@ -104,10 +104,9 @@ class Twins:
 
 
 def counted(state, name: str) -> torch.Tensor:
-    """A list without what lies behind its count; attended places in ascending order, whatever a set's own."""
+    """A list without what lies behind its count."""
     values = getattr(state, name)
     count = {"held": state.held_count, "held_places": state.held_count, "places": state.count}.get(name)
     if count is None:
         return values
-    listed = torch.where(torch.arange(values.shape[-1]) < count[..., None], values, -1)
-    return listed.sort(-1).values if name == "places" else listed
+    return torch.where(torch.arange(values.shape[-1]) < count[..., None], values, -1)

@@ -39,7 +39,7 @@ def test_flags_may_be_spelled_with_underscores() -> None:
         (["--metrics-addr=0.0.0.0:1"], {}, ["metrics_addr", "loopback"]),
         (["--tcp=0.0.0.0:7000"], {}, ["tcp", "tls"]),
         (["--tcp=0.0.0.0:7000", "--tls=/"], {}, ["tls", "ca.crt"]),
-        (["--window=gdr"], {}, ["window", "gdr", "shm"]),
+        (["--window=pigeon"], {}, ["window", "pigeon", "gdr", "shm"]),
         (["--allow-uids=root"], {}, ["allow_uids", "root"]),
         (["--allow-uids=own,12345"], {}, ["allow_uids", "own"]),
         (["--allow-uids=12345"], {}, ["12345", "socket_group"]),

@@ -88,6 +88,7 @@ class Rig:
     owner: int = 1000
     wait_ms: int = WAIT_US // 1000
     window_kind: str = "shm"
+    window_options: dict[str, str] = field(default_factory=dict)  # of the data plane, for windows of a device
     beside: Rig | None = None  # another worker of that rig's data plane
     geometry: store_native.RingGeometry = field(
         default_factory=lambda: store_native.RingGeometry(tickets=8, runs_max=64, pairs_max=1 << 16)
@@ -109,14 +110,13 @@ class Rig:
                 self.spin_us,
                 self.extent_blocks,
                 self.window_kind,
+                **self.window_options,
             )
         )
-        self.window_fd = memfd("window", self.window_bytes)
+        on_device = self.window_kind in self.native.DEVICE_WINDOW_KINDS
+        self.window_fd = -1 if on_device else memfd("window", self.window_bytes)
         self.staging_fd = memfd("staging", self.staging_bytes)
-        self.fds = [self.window_fd, self.staging_fd]
-        self.window = mapped(self.window_fd, self.window_bytes)
         self.staging = mapped(self.staging_fd, self.staging_bytes)
-        self.window[:] = CANARY
         self.worker = self.plane.add_worker(
             self.window_fd,
             self.window_bytes,
@@ -125,7 +125,13 @@ class Rig:
             self.slots,
             self.owner,
             self.wait_ms,
+            self.window_kind,
         )
+        if on_device:
+            self.window_fd = self.plane.window_descriptor(self.worker)
+        self.fds = [self.window_fd, self.staging_fd]
+        self.window = mapped(self.window_fd, self.window_bytes)
+        self.window[:] = CANARY
         self.ring = self.add_ring()
         self.opened = 0
 
@@ -140,19 +146,19 @@ class Rig:
         for fd in self.fds:
             os.close(fd)
 
-    def ring_memory(self) -> tuple[int, int]:
+    def ring_memory(self, device: bool = False) -> tuple[int, int]:
         g = self.geometry
         requests, completions = (
             memfd("requests", g.requests_bytes),
             memfd("completions", g.completions_bytes),
         )
         self.fds += (requests, completions)
-        self.plane.add_ring(self.worker, requests, completions, g)
+        self.plane.add_ring(self.worker, requests, completions, g, device)
         self.plane.serve_rings(self.worker)
         return requests, completions
 
-    def add_ring(self) -> worker_native.RingProducer:
-        self.request_fd, self.completion_fd = self.ring_memory()
+    def add_ring(self, device: bool = False) -> worker_native.RingProducer:
+        self.request_fd, self.completion_fd = self.ring_memory(device)
         return worker_native.RingProducer(self.request_fd, self.completion_fd)
 
     def post(self, op: int, layer: int, runs: NDArray[np.void], pairs: NDArray[np.uint32] = NO_PAIRS) -> int:

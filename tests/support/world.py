@@ -4,6 +4,7 @@ A record's bytes say which pack, layer, lane and token it is of, so any wrong, s
 """
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,10 +70,13 @@ class TestWorker:
 
     client: StoreClient
     wait_us: int = WAIT_US
+    window_kinds: Sequence[str] = ()
     memory: WorkerMemory = field(init=False)
 
     def __post_init__(self) -> None:
-        self.memory = self.client.register_worker(SLOTS, WINDOW_BYTES, STAGING_BYTES, [GEOMETRY, GEOMETRY])
+        self.memory = self.client.register_worker(
+            SLOTS, WINDOW_BYTES, STAGING_BYTES, [GEOMETRY, GEOMETRY], window_kinds=self.window_kinds
+        )
         self._maps = [
             mmap.mmap(self.memory.window_fd, WINDOW_BYTES),
             mmap.mmap(self.memory.staging_fd, STAGING_BYTES),

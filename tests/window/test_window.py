@@ -1,15 +1,12 @@
 """The worker's window: chosen by the daemon's word for it, and looked at before anything is delivered."""
 
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from decode_worker.transport import Transport
 from decode_worker.window.base import WINDOWS
 from kvstore_service._native import WINDOW_KINDS
-from kvstore_service.client import RingGeometry, StoreError, WorkerMemory
 
 SIZE = 1 << 16
 
@@ -43,16 +40,3 @@ def test_a_window_that_is_not_shared_is_found_out(fd):
     with pytest.raises(RuntimeError, match="byte 0"):
         window.self_test()
     window.close()
-
-
-def test_a_kind_that_only_the_daemon_knows_is_refused(fd):
-    memory = WorkerMemory(1, fd, SIZE, os.dup(fd), SIZE, [], 1024, 4, "gdr")
-    client = SimpleNamespace(register_worker=lambda **_: memory)
-    ring = RingGeometry(2, 1, 1)
-    memory.window_fd = os.dup(fd)
-    with pytest.raises(StoreError, match=r"'gdr'.*shm") as refused:
-        Transport(
-            client, slots=1, window_bytes=SIZE, staging_bytes=SIZE, decode_ring=ring, bulk_ring=ring, wait_ms=1000
-        )
-    assert refused.value.code == "FAILED_PRECONDITION"
-    assert memory.window_fd == -1, "its descriptors are closed"

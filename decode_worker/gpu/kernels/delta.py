@@ -41,7 +41,6 @@ class Delta:
             return torch.zeros((lanes, *sizes), dtype=torch.int32, device=device)
 
         self.use, self.free = zeros(shape.units), zeros(shape.units)
-        self.attended = zeros(shape.units * shape.unit)
         self.place_of = zeros(max(1, shape.places // shape.unit))  # of the wanted units
         self.pairs = zeros(shape.places + shape.sink, 2)
         self.pair_count, self.has_old_set = zeros(), zeros()
@@ -70,7 +69,7 @@ def find_delta(
         state.held, state.held_places, state.held_count, state.places, state.count, state.label, state.label_kind,
         state.cover, state.generation, state.parity, state.issued, state.stamp, state.capacity, state.chosen,
         state.missing, state.stored, state.counters,
-        delta.use, delta.attended, delta.free, delta.place_of, delta.pairs, delta.pair_count, delta.has_old_set,
+        delta.use, delta.free, delta.place_of, delta.pairs, delta.pair_count, delta.has_old_set,
         layer, kind,
         SIDE=state.parity.numel(), SLOTS=shape.slots, HEADS=shape.heads, UNITS=shape.units, PLACES=shape.places,
         UNIT=shape.unit, SINK=shape.sink, SINK_BLOCK=triton.next_power_of_2(max(1, shape.sink)), RECENT=shape.recent,
@@ -85,7 +84,7 @@ def _delta(
     misses, slots, positions, step, wanted_of, wanted_count, head_of, tokens, sink_records, query,
     held, held_places, held_count, places, count, label, label_kind, cover, generation, parity, issued, stamp_of,
     capacity, chosen, missing_of, stored, counters,
-    use_of, attended_of, free_of, place_of, pairs_of, pair_count, has_old_set,
+    use_of, free_of, place_of, pairs_of, pair_count, has_old_set,
     layer, kind,
     SIDE: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, UNITS: tl.constexpr, PLACES: tl.constexpr,
     UNIT: tl.constexpr, SINK: tl.constexpr, SINK_BLOCK: tl.constexpr, RECENT: tl.constexpr, LABEL: tl.constexpr,
@@ -102,7 +101,7 @@ def _delta(
     then = SIDE - now + 2 * at
     units = tl.load(capacity + at)
     wanted, n = wanted_of + lane * WANTED, tl.load(wanted_count + lane)
-    use, attended, free = use_of + lane * UNITS, attended_of + lane * (UNITS * UNIT), free_of + lane * UNITS
+    use, free = use_of + lane * UNITS, free_of + lane * UNITS
     place, stamp = place_of + lane * WANTED, stamp_of + at.to(tl.int64) * UNITS
     pairs = pairs_of + (slot * HEADS + lane % HEADS).to(tl.int64) * (2 * PAIRS)
     held_now, places_now = held + now * UNITS, held_places + now * UNITS
@@ -112,8 +111,7 @@ def _delta(
     below = limit(stored_here, tl.load(positions + lane // HEADS), SINK, RECENT)
     held_there = tl.load(held_count + now)
 
-    _mark(use, attended, units, places_now, held_there, places + now * PLACES, tl.load(count + now),
-          UNIT, SINK, KEEPS, CHUNK)  # fmt: skip
+    _mark(use, units, places_now, held_there, places + now * PLACES, tl.load(count + now), UNIT, SINK, KEEPS, CHUNK)
     missing = _match(wanted, n, place, held_now, places_now, held_there, use, UNIT, SINK, STEPS, WHOLE, CHUNK)
     vacant = _count_use(use, units, _FREE, CHUNK)
     spare = tl.full((), 0, tl.int32)
@@ -145,8 +143,8 @@ def _delta(
     lacks_sink = (sink >= covered) & (sink < sinks)
     sink_record = tl.load(sink_records + index * (SINK if SINK > 0 else 1) + sink, mask=lacks_sink, other=_NEVER)
     before_sink = _place(
-        wanted, n, place, free, pairs, attended, stamp, tl.load(step), tokens + index * CAPACITY, stored_here, below,
-        sink_record, covered < sinks, UNIT, SINK, SINK_BLOCK, KEEPS, STAMP, CHUNK,
+        wanted, n, place, free, pairs, stamp, tl.load(step), sink_record, covered < sinks,
+        UNIT, SINK, SINK_BLOCK, KEEPS, STAMP, CHUNK,
     )  # fmt: skip
     fetched = missing * UNIT
     if covered < sinks:
@@ -162,7 +160,10 @@ def _delta(
         _copy(place, places_then, n, CHUNK)
         held_next = n
     tl.store(held_count + then, held_next)
-    tl.store(count + then, _list_attended(attended, units * UNIT, places + then * PLACES, SINK, CHUNK))
+    attended = _list_attended(
+        wanted, n, place, tokens + index * CAPACITY, stored_here, below, places + then * PLACES, UNIT, SINK, CHUNK
+    )
+    tl.store(count + then, attended)
     _copy(query + lane * LABEL, label + then * LABEL, LABEL, CHUNK)
     tl.store(label_kind + then, kind)
     tl.store(cover + then, below)
@@ -180,12 +181,11 @@ def _delta(
 
 @triton.jit
 def _mark(
-    use, attended, units, held_places, held, places, count,
+    use, units, held_places, held, places, count,
     UNIT: tl.constexpr, SINK: tl.constexpr, KEEPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What each unit place is; nothing is attended to yet. Where units stay, those in use are told from the others."""
+    """What each unit place is. Where units stay, those in use are told from the others."""
     _fill(use, units, _FREE, CHUNK)
-    _fill(attended, units * UNIT, 0, CHUNK)
     tl.debug_barrier()
     for first in range(0, held, CHUNK):
         i = first + tl.arange(0, CHUNK)
@@ -293,11 +293,11 @@ def _list_free(use, units, free, CHUNK: tl.constexpr):
 
 @triton.jit
 def _place(
-    wanted, n, place, free, pairs, attended, stamp, step, tokens, stored, below, sink_record, adds_sinks,
+    wanted, n, place, free, pairs, stamp, step, sink_record, adds_sinks,
     UNIT: tl.constexpr, SINK: tl.constexpr, SINK_BLOCK: tl.constexpr, KEEPS: tl.constexpr, STAMP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Missing units, ascending, to free places, ascending, and what is attended to of all wanted ones.
+    """Missing units, ascending, to free places, ascending.
 
     Leaves room among the pairs for sinks that must be fetched too; int32[SINK_BLOCK]: how many pairs precede each."""
     before_sink = tl.zeros((SINK_BLOCK,), tl.int32)
@@ -319,11 +319,6 @@ def _place(
                 before_sink += tl.sum((lacks[:, None] & (record[:, None] < sink_record[None, :])).to(tl.int32), 0)
             tl.store(pairs + 2 * to, record, mask=lacks)
             tl.store(pairs + 2 * to + 1, at + r, mask=lacks)
-            in_set = there
-            if UNIT > 1:
-                token = tl.load(tokens + record, mask=there & (record < stored), other=-1)
-                in_set = there & (token >= SINK) & (token < below)
-            tl.store(attended + at - SINK + r, tl.full((CHUNK,), 1, tl.int32), mask=in_set)
         if KEEPS:
             _touch(stamp + (at - SINK) // UNIT, there, lacks, step, STAMP)
         missing += tl.sum(lacks.to(tl.int32), 0)
@@ -371,14 +366,25 @@ def _merge(
 
 
 @triton.jit
-def _list_attended(attended, count, places, SINK: tl.constexpr, CHUNK: tl.constexpr):
-    """The places that are attended to, ascending; how many."""
-    listed = tl.full((), 0, tl.int32)
-    for first in range(0, count, CHUNK):
-        i = first + tl.arange(0, CHUNK)
-        marked = tl.load(attended + i, mask=i < count, other=0)
-        tl.store(places + listed + tl.cumsum(marked, 0) - 1, SINK + i, mask=marked != 0)
-        listed += tl.sum(marked, 0)
+def _list_attended(
+    wanted, n, place, tokens, stored, below, places, UNIT: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The places of what is attended to of the wanted units, in order of the records' ids; how many. Of a unit of one
+    record that is all of it: it was selected for its token."""
+    if UNIT == 1:
+        _copy(place, places, n, CHUNK)
+        listed = n
+    else:
+        listed = tl.full((), 0, tl.int32)
+        for first in range(0, n, CHUNK // UNIT):
+            i = first + tl.arange(0, CHUNK) // UNIT
+            r = tl.arange(0, CHUNK) % UNIT
+            record = tl.load(wanted + i, mask=i < n, other=0) * UNIT + r
+            token = tl.load(tokens + record, mask=(i < n) & (record < stored), other=-1)
+            in_set = ((token >= SINK) & (token < below)).to(tl.int32)
+            at = tl.load(place + i, mask=i < n, other=0) + r
+            tl.store(places + listed + tl.cumsum(in_set, 0) - 1, at, mask=in_set != 0)
+            listed += tl.sum(in_set, 0)
     return listed
 
 

@@ -12,6 +12,7 @@ ticket that cannot be posted leaves its wishes without one: `arrive` settles the
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,8 +58,9 @@ class Requests:
 
 def map_ring(ring: _native.RingProducer, device: torch.device, error: torch.Tensor) -> tuple[Requests, torch.Tensor]:
     """The requests, and the cells: int64[tickets, runs_max, 2]. Valid until the ring is closed."""
-    at = ring.offsets
-    requests, completions = torch.from_numpy(ring.requests), torch.from_numpy(ring.completions)
+    at, requests, mapped = ring.layout, torch.from_numpy(ring.requests), ring.completions
+    # Read-only, which torch has no word for: nothing here writes to it.
+    completions = torch.frombuffer((ctypes.c_uint8 * mapped.size).from_address(mapped.ctypes.data), dtype=torch.uint8)
 
     def part(memory: torch.Tensor, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         size = int(np.prod(shape)) * dtype.itemsize
@@ -69,8 +71,8 @@ def map_ring(ring: _native.RingProducer, device: torch.device, error: torch.Tens
         tickets=part(requests, "tickets", torch.int32, n, 16),
         runs=part(requests, "runs", torch.int32, n, runs_max, 8),
         pairs=part(requests, "pairs", torch.int32, n, ring.pairs_max, 2),
-        own_poison=part(requests, "requests_poison", torch.int64, 1),
-        peer_poison=part(completions, "completions_poison", torch.int64, 1),
+        own_poison=part(requests, "poison", torch.int64, 1),
+        peer_poison=part(completions, "daemon_poison", torch.int64, 1),
         consumed=part(completions, "consumed", torch.int64, 1),
         next_number=torch.ones(1, dtype=torch.int64, device=device),
         claimed=torch.zeros(1, dtype=torch.int64, device=device),

@@ -39,14 +39,15 @@ class StoreService(pb_grpc.StoreServiceServicer):
         worker = context.worker
         rings = [wire.geometry_of(ring) for ring in request.rings]
         registered = self._store.workers.register(
-            worker, request.slots, request.window_bytes, request.staging_bytes, rings, request.wait_ms
-        )
+            worker, request.slots, request.window_bytes, request.staging_bytes, rings, request.wait_ms,
+            request.window_kinds,
+        )  # fmt: skip
         return pb.RegisterWorkerResponse(
             worker_id=registered.worker_id,
             transfer=self._broker.give(worker.token, registered.descriptors),
             pack_tokens=self._config.pack_tokens,
             extent_blocks=self._config.extent_blocks,
-            window_kind=self._config.window,
+            window_kind=registered.window_kind,
         )
 
     def ServeRings(self, request: pb.ServeRingsRequest, context: Call) -> pb.ServeRingsResponse:
@@ -155,7 +156,8 @@ class AdminService(admin_grpc.AdminServiceServicer):
             state="draining" if self._store.state.draining.is_set() else "serving",
             uptime_s=self._store.state.uptime_s,
             data_dir=str(self._config.data_dir),
-            window_kind=self._config.window,
+            window_kind=self._store.state.plane.window_kinds[0],
+            windows_refused=[f"{kind}: {reason}" for kind, reason in self._store.state.plane.windows_refused],
             workers=counters["workers"],
             sessions=counters["sessions"],
             packs=counters["packs"],

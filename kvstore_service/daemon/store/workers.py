@@ -23,6 +23,7 @@ class Registered:
 
     worker_id: int
     descriptors: list[int]
+    window_kind: str
 
 
 class Workers:
@@ -45,11 +46,13 @@ class Workers:
         staging_bytes: int,
         rings: Sequence[RingGeometry],
         wait_ms: int = 0,
+        window_kinds: Sequence[str] = (),
     ) -> Registered:
         """Creates the worker's memory; its rings are served after `serve_rings`.
         Completions can be written by nobody else afterwards.
 
-        wait_ms: how long the worker waits for one ticket; 0 is the daemon's default."""
+        wait_ms: how long the worker waits for one ticket; 0 is the daemon's default. window_kinds: those that it can
+        map, none for shared memory; FAILED_PRECONDITION if the daemon has none of them."""
         with self._state.acting(worker, new=True):
             if worker.native_id is not None:
                 raise StoreError(
@@ -59,28 +62,48 @@ class Workers:
                 )
             if wait_ms > WAIT_MS_MAX:
                 raise StoreError("INVALID_ARGUMENT", f"wait_ms {wait_ms}: a worker waits at most {WAIT_MS_MAX} ms")
+            kind = self._window_kind(window_kinds)
+            on_device = kind in native.DEVICE_WINDOW_KINDS
             memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings)
             self._state.registry.grant(worker, slots, memory_bytes, rings)
             worker.wait_ms = wait_ms
             descriptors: list[int] = []
             try:
-                descriptors.append(memory.create("kvstore-window", window_bytes))
                 descriptors.append(memory.create("kvstore-staging", staging_bytes))
+                if not on_device:
+                    descriptors.insert(0, memory.create("kvstore-window", window_bytes))
                 with native.errors():
                     worker.native_id = self._state.plane.add_worker(
-                        descriptors[0], window_bytes, descriptors[1], staging_bytes, slots, worker.uid, wait_ms
-                    )
+                        -1 if on_device else descriptors[0], window_bytes, descriptors[-1], staging_bytes,
+                        slots, worker.uid, wait_ms, kind,
+                    )  # fmt: skip
+                    if on_device:
+                        descriptors.insert(0, self._state.plane.window_descriptor(worker.native_id))
                     for geometry in rings:
                         descriptors.extend(self._add_ring(worker.native_id, geometry))
-                worker.unsealed.extend(os.dup(fd) for fd in [*descriptors[:2], *descriptors[2::2]])
+                # A device's memory has no seals, and no pages that its worker could give back.
+                worker.unsealed.extend(os.dup(fd) for fd in [*descriptors[on_device:2], *descriptors[2::2]])
             except BaseException:
                 for fd in descriptors:
                     os.close(fd)
                 self._forget_memory(worker)
                 raise
             self._state.events.tell("worker", worker.tenant, detail=f"registered: {worker.name}, pid {worker.pid}")
-            event(log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id)
-            return Registered(worker.native_id, descriptors)
+            event(
+                log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id, window=kind
+            )
+            return Registered(worker.native_id, descriptors, kind)
+
+    def _window_kind(self, wanted: Sequence[str]) -> str:
+        kinds = self._state.plane.window_kinds
+        for kind in kinds:
+            if kind in wanted or (not wanted and kind not in native.DEVICE_WINDOW_KINDS):
+                return kind
+        raise StoreError(
+            "FAILED_PRECONDITION",
+            f"the daemon's windows are {', '.join(kinds)}, the worker can map {', '.join(wanted) or 'shm'}: "
+            "start the daemon with one of these as its window",
+        )
 
     def _add_ring(self, native_id: int, geometry: RingGeometry) -> list[int]:
         shape = native.ring_geometry(geometry)
@@ -88,7 +111,7 @@ class Workers:
         try:
             completions = memory.create("kvstore-completions", shape.completions_bytes)
             try:
-                self._state.plane.add_ring(native_id, requests, completions, shape)
+                self._state.plane.add_ring(native_id, requests, completions, shape, geometry.device)
                 memory.add_seals(completions, memory.F_SEAL_FUTURE_WRITE | memory.F_SEAL_SEAL)
             except BaseException:
                 os.close(completions)

@@ -1,0 +1,138 @@
+#include "gpu/cuda_driver.h"
+
+namespace headgate {
+namespace {
+
+constexpr int kOutOfMemory = 2;
+constexpr int kPinned = 1;           // an allocation's type
+constexpr int kPosixDescriptor = 1;  // a handle's type
+constexpr int kOnDevice = 1;         // a location's type
+constexpr int kReadWrite = 3;
+constexpr int kMinimum = 0;     // of the granularities
+constexpr int kSyncMemops = 6;  // a pointer's attribute
+constexpr int kOwnContext = 0;  // whose writes are flushed
+
+}  // namespace
+
+CudaDriver::CudaDriver(const std::string& library, int device) : library_(library) {
+  library_.find(error_name_, "cuGetErrorName");
+  library_.find(init_, "cuInit");
+  library_.find(device_get_, "cuDeviceGet");
+  library_.find(device_get_attribute_, "cuDeviceGetAttribute");
+  library_.find(primary_retain_, "cuDevicePrimaryCtxRetain");
+  library_.find(primary_release_, "cuDevicePrimaryCtxRelease_v2");
+  library_.find(set_current_, "cuCtxSetCurrent");
+  library_.find(flush_, "cuFlushGPUDirectRDMAWrites");
+  library_.find(mem_granularity_, "cuMemGetAllocationGranularity");
+  library_.find(mem_create_, "cuMemCreate");
+  library_.find(mem_release_, "cuMemRelease");
+  library_.find(mem_export_, "cuMemExportToShareableHandle");
+  library_.find(mem_import_, "cuMemImportFromShareableHandle");
+  library_.find(address_reserve_, "cuMemAddressReserve");
+  library_.find(address_free_, "cuMemAddressFree");
+  library_.find(mem_map_, "cuMemMap");
+  library_.find(mem_set_access_, "cuMemSetAccess");
+  library_.find(mem_unmap_, "cuMemUnmap");
+  library_.find(pointer_set_attribute_, "cuPointerSetAttribute");
+  library_.find(memset_, "cuMemsetD8_v2");
+  library_.find(copy_to_host_, "cuMemcpyDtoH_v2");
+  library_.find(copy_to_device_, "cuMemcpyHtoD_v2");
+  check(init_(0), "cuInit");
+  check(device_get_(&device_, device), "cuDeviceGet");
+  check(primary_retain_(&context_, device_), "cuDevicePrimaryCtxRetain");
+}
+
+CudaDriver::~CudaDriver() { primary_release_(device_); }
+
+void CudaDriver::check(int result, const char* call) const {
+  if (result == 0) return;
+  const char* name = nullptr;
+  error_name_(result, &name);
+  throw DeviceError(std::string(call) + ": " + (name ? name : std::to_string(result)), result == kOutOfMemory);
+}
+
+int CudaDriver::attribute(cuda::Attribute attribute) const {
+  int value = 0;
+  check(device_get_attribute_(&value, attribute, device_), "cuDeviceGetAttribute");
+  return value;
+}
+
+void CudaDriver::enter() const { check(set_current_(context_), "cuCtxSetCurrent"); }
+
+void CudaDriver::flush_writes() const {
+  enter();
+  check(flush_(kOwnContext, cuda::kOrderedOwner), "cuFlushGPUDirectRDMAWrites");
+}
+
+cuda::AllocationShape CudaDriver::shape() const {
+  cuda::AllocationShape shape{};
+  shape.type = kPinned;
+  shape.handle_types = kPosixDescriptor;
+  shape.location = {kOnDevice, device_};
+  shape.rdma = 1;
+  return shape;
+}
+
+uint64_t CudaDriver::granularity() const {
+  size_t bytes = 0;
+  cuda::AllocationShape wanted = shape();
+  check(mem_granularity_(&bytes, &wanted, kMinimum), "cuMemGetAllocationGranularity");
+  return bytes;
+}
+
+cuda::Allocation CudaDriver::create(uint64_t bytes) const {
+  cuda::Allocation made = 0;
+  cuda::AllocationShape wanted = shape();
+  check(mem_create_(&made, bytes, &wanted, 0), "cuMemCreate");
+  return made;
+}
+
+int CudaDriver::export_descriptor(cuda::Allocation allocation) const {
+  int fd = -1;
+  check(mem_export_(&fd, allocation, kPosixDescriptor, 0), "cuMemExportToShareableHandle");
+  return fd;
+}
+
+cuda::Allocation CudaDriver::import_descriptor(int fd) const {
+  cuda::Allocation allocation = 0;
+  check(mem_import_(&allocation, reinterpret_cast<void*>(intptr_t{fd}), kPosixDescriptor),
+        "cuMemImportFromShareableHandle");
+  return allocation;
+}
+
+cuda::Pointer CudaDriver::reserve(uint64_t bytes, uint64_t align) const {
+  cuda::Pointer at = 0;
+  check(address_reserve_(&at, bytes, align, 0, 0), "cuMemAddressReserve");
+  return at;
+}
+
+void CudaDriver::map(cuda::Pointer at, uint64_t bytes, cuda::Allocation allocation) const {
+  check(mem_map_(at, bytes, 0, allocation, 0), "cuMemMap");
+}
+
+void CudaDriver::allow_access(cuda::Pointer at, uint64_t bytes) const {
+  cuda::Access access{{kOnDevice, device_}, kReadWrite};
+  check(mem_set_access_(at, bytes, &access, 1), "cuMemSetAccess");
+}
+
+void CudaDriver::synchronise_copies(cuda::Pointer at) const {
+  unsigned yes = 1;
+  check(pointer_set_attribute_(&yes, kSyncMemops, at), "cuPointerSetAttribute");
+}
+
+void CudaDriver::zero(cuda::Pointer at, uint64_t bytes) const {
+  enter();
+  check(memset_(at, 0, bytes), "cuMemsetD8");
+}
+
+void CudaDriver::read(void* to, cuda::Pointer from, uint64_t bytes) const {
+  enter();
+  check(copy_to_host_(to, from, bytes), "cuMemcpyDtoH");
+}
+
+void CudaDriver::write(cuda::Pointer to, const void* from, uint64_t bytes) const {
+  enter();
+  check(copy_to_device_(to, from, bytes), "cuMemcpyHtoD");
+}
+
+}  // namespace headgate

@@ -1,0 +1,212 @@
+"""Windows in a GPU's memory, over doubles of the driver and of GDRCopy, which deliver stores as late as they may."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decode_worker._native import OP_RANGE, WINDOW_PROBE
+from decode_worker.window import gdr as gdr_module
+from decode_worker.window.base import WINDOWS
+from kvstore_service._native import DataPlane, NativeError
+from tests.support.gpu_double import GpuDouble, gpu_double
+from tests.support.rig import CANARY, ERROR, INTERNAL, OK, Rig, mapped, memfd, run
+
+BYTES = 1 << 20
+PLANE = (4 << 20, 8, 1)
+SETUP = ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuPointerSetAttribute", "cuMemsetD8"]
+TEARDOWN = ["gdr_unmap", "gdr_unpin_buffer", "cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
+FLUSHES = ["cuFlushGPUDirectRDMAWrites", "gdr_copy_from_mapping"]
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> Iterator[GpuDouble]:
+    with gpu_double(tmp_path) as double:
+        yield double
+        assert double.faults() == []
+        assert double.live() == 0
+
+
+def add_worker(plane: DataPlane, staging: int, window_bytes: int = BYTES) -> int:
+    return plane.add_worker(-1, window_bytes, staging, 4096, 1, 0, window="gdr")
+
+
+@pytest.fixture
+def staging() -> int:
+    return memfd("staging", 4096)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("no_device", "cuInit: CUDA_ERROR_NO_DEVICE"),
+        ("no_rdma", "no GPUDirect RDMA"),
+        ("no_module", "gdrdrv"),
+        ("ordering=0 flush=0", "neither orders .* nor lets the host flush"),
+        ("deaf", "stored through the BAR is not what the device holds"),
+        ("ordering=0 deaf", "stored through the BAR is not what the device holds"),
+        ("full", "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"),
+    ],
+)
+def test_auto_takes_what_works_and_says_why_not_the_others(double, words, reason):
+    double.set(words)
+    plane = DataPlane(*PLANE, window="auto", **double.options)
+    assert plane.window_kinds == ["shm"]
+    ((kind, why),) = plane.windows_refused
+    assert kind == "gdr"
+    with pytest.raises(NativeError, match=reason) as refused:
+        DataPlane(*PLANE, window="gdr", **double.options)
+    assert str(refused.value) == why
+    assert refused.value.code == ("RESOURCE_EXHAUSTED" if words == "full" else "FAILED_PRECONDITION")
+
+
+def test_without_a_driver_windows_lie_in_shared_memory():
+    plane = DataPlane(*PLANE, window="auto", cuda_library="/nowhere/libcuda.so.1")
+    assert plane.window_kinds == ["shm"]
+    assert plane.windows_refused[0][0] == "gdr"
+    assert "/nowhere/libcuda.so.1" in plane.windows_refused[0][1]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_window_is_made_and_given_back_in_order(tmp_path, staging, old):
+    with gpu_double(tmp_path, old=old) as double:
+        plane = DataPlane(*PLANE, window="gdr", **double.options)
+        before = len(double.calls())
+        base = double.live()
+        worker = add_worker(plane, staging)
+        made = double.calls()[before:]
+        pin = ["gdr_pin_buffer", "gdr_map"] if old else ["gdr_pin_buffer_v2", "gdr_map_v2"]
+        assert [call for call in made if call in {*SETUP, *pin}] == SETUP + pin
+        assert double.live() > base
+        before = len(double.calls())
+        plane.remove_worker(worker)
+        assert double.calls()[before:] == TEARDOWN
+        assert double.live() == base
+        add_worker(plane, staging)  # a data plane gives back what its workers have left
+        plane.close()
+        assert double.calls()[-2:] == ["gdr_close", "cuDevicePrimaryCtxRelease"]
+        assert double.live() == 0
+        assert double.faults() == []
+
+
+def test_a_call_that_fails_leaves_nothing_behind(double, staging):
+    plane = DataPlane(*PLANE, window="gdr", **double.options)
+    base = double.live()
+    for call in [*SETUP, "gdr_pin_buffer_v2", "gdr_map_v2", "gdr_copy_from_mapping", "cuMemGetAllocationGranularity"]:
+        double.set(f"fails={call}")
+        with pytest.raises(NativeError, match=call.removesuffix("_v2")) as failed:
+            add_worker(plane, staging)
+        assert failed.value.code == "FAILED_PRECONDITION"
+        assert double.live() == base
+    double.set("full")
+    with pytest.raises(NativeError, match="OUT_OF_MEMORY") as failed:
+        add_worker(plane, staging)
+    assert failed.value.code == "RESOURCE_EXHAUSTED"
+    double.set("")
+    plane.remove_worker(add_worker(plane, staging))
+    plane.close()
+
+
+def test_a_window_shows_nothing_of_who_had_its_memory_before(double, staging):
+    plane = DataPlane(*PLANE, window="gdr", **double.options)
+    window = mapped(plane.window_descriptor(add_worker(plane, staging)), BYTES)
+    assert window[:64].tobytes() == window[-64:].tobytes() == WINDOW_PROBE
+    assert not window[64:-64].any()
+    with pytest.raises(NativeError, match="64 bytes"):
+        add_worker(plane, staging, 63)
+
+
+@pytest.mark.parametrize(
+    ("words", "flush"),
+    [
+        ("ordering=0 flush=1", "cuFlushGPUDirectRDMAWrites"),
+        ("ordering=0 flush=3", "cuFlushGPUDirectRDMAWrites"),
+        ("ordering=100 flush=1", "gdr_copy_from_mapping"),  # a flush by the driver would do nothing there
+        ("ordering=200 flush=0", "gdr_copy_from_mapping"),
+    ],
+)
+def test_the_flush_is_the_one_that_the_device_needs(double, directory, rng, words, flush):
+    double.set(words)
+    with Rig(directory, window_kind="gdr", window_options=double.options) as rig:
+        pack = rig.make_pack(rng)
+        epoch = rig.bind(0, [pack], 512)
+        before = len(double.calls())
+        for _ in range(5):
+            rig.window[:] = CANARY
+            assert rig.ask(OP_RANGE, 0, run(0, epoch, pair_count=512)).tolist() == [[OK, 0]]
+            assert (rig.lane(0, 0, 512) == pack.records[0, 0]).all()
+        assert set(double.calls()[before:]) == {flush}
+
+
+def test_runs_end_in_errors_once_a_flush_has_failed(double, directory, rng):
+    double.set("ordering=0")
+    options = {"window_kind": "gdr", "window_options": double.options}
+    with Rig(directory, **options) as rig, Rig(directory, beside=rig, **options) as other:
+        pack = rig.make_pack(rng)
+        epoch = rig.bind(0, [pack], 512)
+        runs = run(0, epoch, pair_count=64)
+        assert rig.ask(OP_RANGE, 0, runs).tolist() == [[OK, 0]]
+        double.set("ordering=0 fails=cuFlushGPUDirectRDMAWrites")
+        assert rig.ask(OP_RANGE, 0, runs).tolist() == [[ERROR, INTERNAL]]
+        double.set("ordering=0")
+        assert rig.ask(OP_RANGE, 0, runs).tolist() == [[ERROR, INTERNAL]], "who knows what the device saw meanwhile"
+        epoch = other.bind(0, [pack], 512)
+        assert other.ask(OP_RANGE, 0, run(0, epoch, pair_count=64)).tolist() == [[OK, 0]]
+    del rig, other
+
+
+# --- the worker's side ---
+
+
+@pytest.fixture
+def imported(double, staging, monkeypatch) -> Iterator[tuple[DataPlane, int]]:
+    monkeypatch.setattr(gdr_module, "CUDA_LIBRARY", double.library)
+    plane = DataPlane(*PLANE, window="gdr", **double.options)
+    yield plane, add_worker(plane, staging)
+    plane.close()
+
+
+def test_a_worker_imports_its_window_and_looks_at_both_ends(imported):
+    plane, worker = imported
+    fd = plane.window_descriptor(worker)
+    device = mapped(fd, BYTES)
+    window = WINDOWS["gdr"](fd, BYTES)
+    window.self_test()
+    assert not device.any(), "the test leaves nothing behind"
+    with pytest.raises(RuntimeError, match="byte 0 as the daemon stored it"):
+        window.self_test()
+    interface = window.__cuda_array_interface__
+    assert (interface["shape"], interface["typestr"]) == ((BYTES,), "|u1")
+    assert window.bytes.size == 0
+    window.close()
+    window.close()
+
+
+def test_a_window_whose_end_was_lost_is_found_out(imported):
+    plane, worker = imported
+    fd = plane.window_descriptor(worker)
+    mapped(fd, BYTES)[-1] = 0
+    window = WINDOWS["gdr"](fd, BYTES)
+    with pytest.raises(RuntimeError, match=f"byte {BYTES - 64} .*--window=shm"):
+        window.self_test()
+    window.close()
+
+
+def test_either_side_outlives_the_other(imported, double):
+    plane, worker = imported
+    window = WINDOWS["gdr"](plane.window_descriptor(worker), BYTES)
+    window.self_test()
+    plane.remove_worker(worker)
+    window._imported.write(0, np.full(64, 7, np.uint8))
+    assert window._imported.read(0, 64) == bytes([7] * 64)
+    window.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        window._imported.read(0, 64)
+
+
+def test_what_is_no_window_is_not_imported(imported, double):
+    base = double.live()
+    with pytest.raises(RuntimeError, match=r"cuMemMap|cuMemImport"):
+        WINDOWS["gdr"](memfd("small", 4096), BYTES)
+    assert double.live() == base

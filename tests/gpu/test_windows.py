@@ -1,0 +1,148 @@
+"""A real daemon with windows in a GPU's memory, over doubles: registration, service, and the death of either side."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decode_worker.transport import Transport
+from decode_worker.window import gdr as gdr_module
+from kvstore_service.client import AdminClient, RingGeometry, StoreClient, StoreError
+from tests.support.daemon_process import Daemon
+from tests.support.gpu_double import GpuDouble, gpu_double
+from tests.support.world import LAYOUT, TOKENS, TestWorker, expected
+
+TEARDOWN = ["gdr_unmap", "gdr_unpin_buffer", "cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
+RING = RingGeometry(4, 64, 4096)
+WINDOW_BYTES = 1 << 20
+
+DOOMED = """
+import sys, time
+from kvstore_service.client import RingGeometry, StoreClient
+client = StoreClient.connect(*sys.argv[1:3], "doomed")
+ring = RingGeometry(4, 64, 4096, device=True)
+memory = client.register_worker(1, 1 << 20, 4096, [ring], window_kinds=("gdr",))
+print(memory.window_kind, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDouble]:
+    with gpu_double(tmp_path) as double:
+        monkeypatch.setattr(gdr_module, "CUDA_LIBRARY", double.library)
+        yield double
+        assert double.faults() == []
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, double: GpuDouble) -> Iterator[Daemon]:
+    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
+    with Daemon(tmp_path, options=("--nvme-bytes=1GiB", "--copy-threads=2", *libraries)) as daemon:
+        yield daemon
+
+
+def connect(daemon: Daemon, name: str) -> StoreClient:
+    return StoreClient.connect(daemon.socket, daemon.broker, name)
+
+
+def transport(client: StoreClient, *kinds: str) -> Transport:
+    return Transport(
+        client, slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096, decode_ring=RING, bulk_ring=RING,
+        wait_ms=10_000, window_kinds=kinds,
+    )  # fmt: skip
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def test_records_arrive_in_both_kinds_of_windows_at_once(daemon: Daemon) -> None:
+    with connect(daemon, "cpu") as cpu, connect(daemon, "gpu") as gpu:
+        on_cpu, on_gpu = TestWorker(cpu), TestWorker(gpu, window_kinds=("shm", "gdr"))
+        assert (on_cpu.memory.window_kind, on_gpu.memory.window_kind) == ("shm", "gdr")
+        session = cpu.open_session(LAYOUT, 4 * TOKENS)
+        pack = on_cpu.commit(session, 1)
+        records = np.arange(0, TOKENS, 3, dtype=np.uint32)
+        for worker, client in ((on_cpu, cpu), (on_gpu, gpu)):
+            mine = client.open_session(LAYOUT, 4 * TOKENS)
+            client.attach_packs(mine, [pack])
+            epoch = client.bind_slot(mine, 0, [pack], worker.windows(0))
+            assert (worker.gather(0, epoch, records) == expected([1], records)).all()
+        on_cpu.close()
+        on_gpu.close()
+
+
+def test_a_worker_gets_a_window_that_it_can_map(daemon: Daemon) -> None:
+    with connect(daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        assert isinstance(mapped.window, gdr_module.GdrWindow)
+        mapped.close()
+    with connect(daemon, "strange") as client, pytest.raises(StoreError, match=r"gdr, shm.*pigeon") as refused:
+        transport(client, "pigeon")
+    assert refused.value.code == "FAILED_PRECONDITION"
+
+
+def test_status_and_log_say_why_there_are_no_windows_on_a_gpu(tmp_path: Path) -> None:
+    missing = "/nowhere/libcuda.so.1"
+    with Daemon(tmp_path, options=("--nvme-bytes=1GiB", f"--cuda-library={missing}")) as daemon:
+        with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+            status = admin.get_status()
+        assert status.window_kind == "shm"
+        (refused,) = status.windows_refused
+        assert refused.startswith("gdr: ")
+        assert missing in refused
+        with connect(daemon, "gpu") as client, pytest.raises(StoreError, match=r"are shm, the worker can map gdr"):
+            transport(client, "gdr")
+
+
+def test_a_daemon_that_is_told_to_have_them_does_not_start_without(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "kvstore_service.daemon.server", "--window=gdr", "--cuda-library=/nowhere/libcuda"]
+    paths = [f"--{name}={tmp_path / name}" for name in ("data-dir", "socket", "broker")]
+    done = subprocess.run([*argv, *paths, "--metrics-addr=off"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "/nowhere/libcuda" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_window_of_a_killed_worker_is_given_back(daemon: Daemon, double: GpuDouble) -> None:
+    argv = [sys.executable, "-c", DOOMED, str(daemon.socket), str(daemon.broker)]
+    environment = {name: value for name, value in os.environ.items() if name != "GPU_DOUBLE_LOG"}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as worker:
+        assert worker.stdout
+        assert worker.stdout.readline() == "gdr\n"
+        before = len(double.calls())
+        worker.kill()
+        worker.wait(10)
+    eventually(lambda: double.calls()[before:] == TEARDOWN)
+
+
+def test_the_window_of_a_killed_daemon_stays_valid(daemon: Daemon) -> None:
+    with connect(daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        window = mapped.window
+        assert isinstance(window, gdr_module.GdrWindow)
+        window._imported.write(0, np.full(64, 7, np.uint8))
+        daemon.kill()
+        assert window._imported.read(0, 64) == bytes([7] * 64)
+        mapped.close()
+
+
+def test_a_daemon_gives_everything_back_when_it_ends(daemon: Daemon, double: GpuDouble) -> None:
+    with connect(daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        daemon.stop()
+        mapped.close()
+    calls = double.calls()
+    assert calls.count("cuDevicePrimaryCtxRetain") - calls.count("cuDevicePrimaryCtxRelease") == 0
+    assert calls.count("gdr_open") == calls.count("gdr_close") == 1
+    for made, ended in (("cuMemCreate", "gdr_unpin_buffer"), ("gdr_map_v2", "gdr_unmap")):
+        assert calls.count(made) == calls.count(ended)

@@ -1,0 +1,76 @@
+"""libcuda and libgdrapi for machines that have neither: gpu_double.cc says what it does, and what its words mean."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from tests.support.shim_build import ROOT
+
+SOURCE = Path(__file__).with_suffix(".cc")
+COMPILE_S = 120.0
+
+
+@cache
+def path(old: bool = False) -> Path:
+    """The library. old: of a GDRCopy that lacks the newer names."""
+    built = ROOT / "build" / f"gpu_double{'_old' if old else ''}.so"
+    if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
+        built.parent.mkdir(exist_ok=True)
+        part = built.with_suffix(f".{os.getpid()}")
+        options = (
+            "-std=c++20",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-fvisibility=hidden",
+            *(["-DGPU_DOUBLE_OLD"] if old else []),
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        subprocess.run(["g++", *options, SOURCE, "-o", part], check=True, timeout=COMPILE_S, env=environment)
+        part.rename(built)
+    return built
+
+
+class GpuDouble:
+    """`words` are GPU_DOUBLE's; `calls` what was called so far, in this process and in those that it starts."""
+
+    def __init__(self, log: Path, old: bool) -> None:
+        self.library = str(path(old))
+        self.options = {"cuda_library": self.library, "gdr_library": self.library}
+        self._log = log
+        self._loaded = ctypes.CDLL(self.library)
+
+    def set(self, words: str) -> None:
+        os.environ["GPU_DOUBLE"] = words  # of processes that are started from here on
+        self._loaded.gpu_double_set(words.encode(), str(self._log).encode())
+
+    def forget(self) -> None:
+        """The library stays loaded: it is one that works, and tells nobody."""
+        self._loaded.gpu_double_set(b"", b"")
+
+    def calls(self) -> list[str]:
+        return self._log.read_text().splitlines() if self._log.exists() else []
+
+    def faults(self) -> list[str]:
+        return [line for line in self.calls() if line.startswith("FAULT")]
+
+    def live(self) -> int:
+        return int(self._loaded.gpu_double_live())
+
+
+@contextmanager
+def gpu_double(directory: Path, words: str = "", old: bool = False) -> Iterator[GpuDouble]:
+    double = GpuDouble(directory / "gpu.log", old)
+    os.environ["GPU_DOUBLE_LOG"] = str(directory / "gpu.log")
+    double.set(words)
+    try:
+        yield double
+    finally:
+        del os.environ["GPU_DOUBLE_LOG"], os.environ["GPU_DOUBLE"]
+        double.forget()

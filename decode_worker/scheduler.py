@@ -253,13 +253,14 @@ class Scheduler(Generic[Session]):
             if generation.work is None:
                 generation.begun_s = time.monotonic()
                 generation.work = self._engine.begin(request.prompt, generation.progress, request.new_tokens)
-            work, self._in_piece = generation.work, generation
+            work, outer = generation.work, self._in_piece
+            self._in_piece = generation
             try:
                 if work.waiting and not self._running:
                     work.wait(PIECES_S)
                 computed = work.advance(PIECES_S)
             finally:
-                self._in_piece = None
+                self._in_piece = outer
             if computed:
                 generation.session, logits = work.result
                 generation.work, generation.prefilled_s = None, time.monotonic()
@@ -278,10 +279,12 @@ class Scheduler(Generic[Session]):
 
     def _most_urgent(self) -> Generation[Session] | None:
         """If all that have begun wait, the one that did first: others may wait for its end."""
-        begun = [generation for generation in self._prompts if generation.work is not None]
+        # Within a piece, whose `progress` may ask for more, that piece's own prompt cannot go on.
+        prompts = [generation for generation in self._prompts if generation is not self._in_piece]
+        begun = [generation for generation in prompts if generation.work is not None]
         # Without a slot and with nobody who could free one the engine says why there is none.
         may_begin = self._engine.free_slots > 0 or not (self._running or begun)
-        for generation in self._prompts:
+        for generation in prompts:
             if not generation.work.waiting if generation.work is not None else may_begin:
                 return generation
         return min(begun, key=lambda generation: generation.begun_s or 0.0, default=None)

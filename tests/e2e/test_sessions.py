@@ -244,6 +244,22 @@ def test_a_progress_that_closes_its_worker_or_raises_ends_its_prompt_and_leaves_
 
 
 @pytest.mark.timeout(120)
+def test_a_progress_may_ask_its_worker_for_more(worker: Worker) -> None:
+    """Within a piece of one prompt another one is computed and decoded; the first goes on behind it."""
+    inner, outer = Request(random_ids(300, 6), 5), Request(random_ids(1100, 7), 6)
+    alone = [output.token for output in worker.generate(inner)]
+    within: list[int | None] = []
+
+    def progress(done: int, total: int) -> None:
+        if not within:
+            within.extend(output.token for output in worker.generate(inner))
+
+    found = [output.token for output in worker.generate(outer, progress)]
+    assert within == alone
+    assert found == [output.token for output in worker.generate(outer)]
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("changes", [{"compute": "bfloat16"}, {"model": "another"}], ids=["compute", "model"])
 def test_another_model_or_computation_is_not_the_loaded_one(
     daemon: Daemon, checkpoint: Path, worker: Worker, tmp_path: Path, changes: dict[str, Any]

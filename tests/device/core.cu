@@ -1,8 +1,9 @@
-// Every header of csrc/core on the device: what a kernel may ask of rings, packs, labels and codes.
+// Every header of csrc/core on the device: what a kernel may ask of rings, windows, packs, labels and codes.
 #include "core/cell.h"
 #include "core/hamming.h"
 #include "core/host_device.h"
 #include "core/pack.h"
+#include "core/probe.h"
 #include "core/ring.h"
 #include "core/similarity.h"
 
@@ -33,4 +34,11 @@ __global__ void look_up(const uint64_t* codes, const uint64_t* keys, int group, 
   SafeHarmonicMean similarity;
   for (int i = 0; i < group; ++i) similarity.add(cosine(i, i + 1, i + 2), 1);
   mean[threadIdx.x] = similarity.value(0.5f);
+}
+
+// Whether both ends of a window are as the daemon stored them.
+__global__ void look_at_ends(const uint8_t* window, uint64_t bytes, int* seen) {
+  const uint8_t expected = probe_byte(threadIdx.x);
+  *seen = threadIdx.x < kProbeBytes && window[threadIdx.x] == expected &&
+          window[last_probe(bytes) + threadIdx.x] == expected;
 }

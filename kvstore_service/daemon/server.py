@@ -130,8 +130,6 @@ class Daemon:
 
     def start(self) -> None:
         """Serves from here on."""
-        for kind, reason in self.data_plane.windows_refused:
-            logs.event(log, logging.INFO, "no such windows here", window=kind, reason=reason)
         self._broker.start()
         try:
             addresses: dict[str, grpc.ServerCredentials | None] = {f"unix:{self.config.socket}": None}
@@ -146,6 +144,8 @@ class Daemon:
                 "FAILED_PRECONDITION", f"cannot listen at socket={self.config.socket}{tcp}: {error}; give another one"
             ) from error
         self._grpc.serve()
+        for kind, reason in self.data_plane.windows_refused:
+            logs.event(log, logging.INFO, "no such windows here", window=kind, reason=reason)
 
     def ready_line(self) -> str:
         metrics = self._metrics.address if self._metrics else "off"

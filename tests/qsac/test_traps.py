@@ -8,6 +8,7 @@ import torch
 
 from decode_worker.engine.step import DecodeLoop
 from decode_worker.policy.plan import QueryKind
+from decode_worker.work import finish
 
 from .pretend import ERROR, HEAD_DIM, OK, Bench, RandomRetriever, settings
 
@@ -385,5 +386,5 @@ def test_what_a_prompt_selected_by_is_speculative_under_every_setting(rng):
 
     products = SimpleNamespace(query=torch.empty(2, 4, HEAD_DIM))
     loop = DecodeLoop(bench.policy, products, SimpleNamespace(wait_us=1000), Carried())
-    loop.seed(SLOT, 600, list(torch.from_numpy(bench.queries(3))))
+    finish(loop.seed(SLOT, 600, list(torch.from_numpy(bench.queries(3)))))
     assert kinds == [(1, QueryKind.SPECULATIVE), (2, QueryKind.SPECULATIVE)]

@@ -385,6 +385,7 @@ def test_what_a_prompt_selected_by_is_speculative_under_every_setting(rng):
             pass
 
     products = SimpleNamespace(query=torch.empty(2, 4, HEAD_DIM))
-    loop = DecodeLoop(bench.policy, products, SimpleNamespace(wait_us=1000), Carried())
+    transport = SimpleNamespace(wait_us=1000, require_alive=lambda: None)
+    loop = DecodeLoop(bench.policy, products, transport, Carried())
     finish(loop.seed(SLOT, 600, list(torch.from_numpy(bench.queries(3)))))
     assert kinds == [(1, QueryKind.SPECULATIVE), (2, QueryKind.SPECULATIVE)]

@@ -7,7 +7,7 @@ from decode_worker import _native
 from decode_worker.kernels.base import Kernels
 from decode_worker.policy.plan import Ticket
 from decode_worker.retrieval.hash import HashRetriever
-from tests.qsac.pretend import HEAD_DIM, Bench, settings
+from tests.qsac.pretend import HEAD_DIM, Bench, counted, settings
 
 from .exact import multiples
 
@@ -101,12 +101,3 @@ class Twins:
                 for kernels in self.kernels:
                     kernels.commit(layer, statuses)
             self.compare()
-
-
-def counted(state, name: str) -> torch.Tensor:
-    """A list without what lies behind its count."""
-    values = getattr(state, name)
-    count = {"held": state.held_count, "held_places": state.held_count, "places": state.count}.get(name)
-    if count is None:
-        return values
-    return torch.where(torch.arange(values.shape[-1]) < count[..., None], values, -1)

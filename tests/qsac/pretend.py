@@ -278,3 +278,12 @@ class Bench:
             named = set(ticket.pairs[first : first + count, 1].tolist())
             live = attended_places(self.state, ticket.layer, slot, head, self.positions[slot] - 1)
             assert not named & set(live.tolist()), "a ticket names a place that is read"
+
+
+def counted(state, name: str) -> torch.Tensor:
+    """A list without what lies behind its count."""
+    values = getattr(state, name)
+    count = {"held": state.held_count, "held_places": state.held_count, "places": state.count}.get(name)
+    if count is None:
+        return values
+    return torch.where(torch.arange(values.shape[-1]) < count[..., None], values, -1)

@@ -10,8 +10,9 @@ import torch
 from decode_worker.policy.presets import PRESETS
 from decode_worker.retrieval.exact import ExactRetriever
 from decode_worker.retrieval.hash import HashRetriever
+from tests.gpu.exact import multiples
 
-from .pretend import HEAD_DIM, Bench, RandomRetriever, settings
+from .pretend import HEAD_DIM, Bench, RandomRetriever, counted, settings
 
 CHANGED = (
     "held", "held_places", "held_count", "places", "count", "label", "label_kind", "cover", "generation", "parity",
@@ -27,20 +28,6 @@ def retriever(name: str, seed: int, layers: int, heads: int):
     rng = np.random.default_rng(seed)
     projection = multiples(rng.standard_normal((layers, heads, HEAD_DIM, 256)), 16)
     return HashRetriever(projection, rng.standard_normal((layers, heads, HEAD_DIM), dtype=np.float32))
-
-
-def multiples(values: np.ndarray, parts: int) -> np.ndarray:
-    """Rounded to multiples of 1 / parts."""
-    return (np.round(values * parts) / parts).astype(np.float32)
-
-
-def counted(state, name: str) -> torch.Tensor:
-    """A list without what lies behind its count."""
-    values = getattr(state, name)
-    count = {"held": state.held_count, "held_places": state.held_count, "places": state.count}.get(name)
-    if count is None:
-        return values
-    return torch.where(torch.arange(values.shape[-1]) < count[..., None], values, -1)
 
 
 @pytest.mark.parametrize("preset", PRESETS.names)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, _end)
-    sys.unraisablehook = _end_again
+    sys.unraisablehook = _unraisable
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        arguments.run(arguments)
+        try:
+            arguments.run(arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # what `_end` raised has been seen
     except ConfigError as error:
         return _fail(error, 2)
     except StoreError as error:
@@ -63,20 +65,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(received: int, _: object) -> None:
-    """Unwinds, so that daemons, Ray and temporary directories are cleaned up; nothing interrupts that."""
+    """Unwinds, so that daemons, Ray and temporary directories are cleaned up; nothing interrupts that.
+
+    What is raised here may go no further than a finaliser or a library that drops errors (gRPC and nanobind have such
+    places): it is raised again until it is seen to unwind."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, lambda *_: None if _unwinding() else _raise(received))
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+    _raise(received)
+
+
+def _raise(received: int) -> None:
     raise KeyboardInterrupt if received == signal.SIGINT else SystemExit
 
 
-def _end_again(dropped: Any) -> None:
-    """What `_end` raises in a finaliser (gRPC's calls have one) goes no further than that: it is raised once more."""
+def _unwinding() -> bool:
+    """Whether what `_raise` raises is being handled."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+        error = error.__context__
+    return error is not None
+
+
+def _unraisable(dropped: Any) -> None:
+    """Says what a finaliser raised, unless `_end` did, which comes again."""
     if not issubclass(dropped.exc_type, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(dropped)
-    elif threading.current_thread() is threading.main_thread():
-        received = signal.SIGINT if issubclass(dropped.exc_type, KeyboardInterrupt) else signal.SIGTERM
-        signal.signal(signal.SIGALRM, lambda *_: _end(received, None))
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
 
 def _fail(error: object, status: int) -> int:

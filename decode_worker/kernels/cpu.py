@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.dlpack import to_dlpack
 
 from decode_worker import _native
 from decode_worker.kernels.base import Kernels, Rows, StepContext
@@ -17,7 +18,10 @@ from decode_worker.retrieval.view import StoredPack, View
 
 
 class CpuKernels(Kernels):
-    """`hash` selects in C++; any other retriever is asked in Python, head by head."""
+    """`hash` selects in C++; any other retriever is asked in Python, head by head.
+
+    Tensors go as capsules: `Tensor.__dlpack__`, which nanobind would call, is Python. It takes ten times as long, and
+    an interrupt that comes in it is lost: nanobind takes it for a refusal and asks again."""
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
@@ -55,28 +59,28 @@ class CpuKernels(Kernels):
         self._step.clear(slot)
 
     def begin(self, rows: Rows, step: int) -> None:
-        self._step.begin(rows.slot, rows.position, rows.count, step)
+        self._step.begin(to_dlpack(rows.slot), to_dlpack(rows.position), rows.count, step)
 
     def look_up(self, layer: int, query: torch.Tensor, kind: QueryKind) -> None:
-        self._step.look_up(layer, query, kind)
+        self._step.look_up(layer, to_dlpack(query), kind)
 
     def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._step.arrive(layer, key, value)
+        self._step.arrive(layer, to_dlpack(key), to_dlpack(value))
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        self._step.attend(layer, query, out, lse)
+        self._step.attend(layer, to_dlpack(query), to_dlpack(out), to_dlpack(lse))
 
     def await_ticket(self, layer: int) -> None:
         self._step.await_ticket(layer)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._step.append(layer, key, value)
+        self._step.append(layer, to_dlpack(key), to_dlpack(value))
 
     def settle(self, timeout_us: int) -> None:
         self._step.settle(timeout_us)
 
     def plan(self, layer: int, query: torch.Tensor, kind: QueryKind) -> Ticket | None:
-        runs, pairs = self._step.plan(layer, query, kind)
+        runs, pairs = self._step.plan(layer, to_dlpack(query), kind)
         if not runs:
             return None
         return Ticket(Op.GATHER, layer, np.frombuffer(runs, RUN_DTYPE), np.frombuffer(pairs, np.uint32).reshape(-1, 2))

@@ -37,7 +37,7 @@ def test_ctrl_c_ends_a_demo(home: Path, terminal: StartTerminal, shown: str) -> 
         assert_quiet(demo.text)
 
 
-FINALISED = """
+DROPPED = """
 import signal, sys, time
 from decode_worker import cli
 
@@ -45,19 +45,34 @@ class Finalised:
     def __del__(self):
         signal.raise_signal(signal.{name})
 
+class CleanUp:
+    def __enter__(self): ...
+    def __exit__(self, *_):
+        time.sleep(0.3)
+        print("cleaned up")
+
+def dropping():
+    try:
+        signal.raise_signal(signal.{name})
+    except BaseException:
+        pass
+
 def run(arguments):
-    Finalised()
-    time.sleep(60)
+    with CleanUp():
+        {where}()
+        time.sleep(60)
 
 cli._demo = run
 sys.exit(cli.main(["demo"]))
 """
 
 
+@pytest.mark.parametrize("where", ["Finalised", "dropping"])
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_that_comes_in_a_finaliser_is_not_lost(home: Path, name: str, status: int) -> None:
-    ended = run([sys.executable, "-c", FINALISED.format(name=name)], home)
+def test_a_signal_that_a_library_drops_is_not_lost(home: Path, name: str, status: int, where: str) -> None:
+    ended = run([sys.executable, "-c", DROPPED.format(name=name, where=where)], home)
     assert ended.returncode == status, ended.stderr
+    assert ended.stdout == "cleaned up\n"
     assert_quiet(ended.stderr)
 
 

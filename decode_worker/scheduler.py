@@ -372,9 +372,11 @@ class Scheduler(Generic[Session]):
             return
         try:
             self._engine.close_session(session)
-        except Exception as closing:
-            generation.error = closing
+        except BaseException as closing:
             self._engine.give_up(session, closing)
+            if not isinstance(closing, Exception):
+                raise
+            generation.error = closing
 
 
 def _usage(generation: Generation[Session], session: Session | None) -> Usage:

@@ -504,6 +504,20 @@ def test_an_interrupted_step_is_an_error_for_all_that_took_part() -> None:
     assert engine.free_slots == 2
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StoreError("UNAVAILABLE", "gone")], ids=["interrupt", "error"])
+def test_a_close_that_is_cut_short_loses_no_slot(error: BaseException) -> None:
+    class Closing(Pretended):
+        def close_session(self, session: Seat) -> None:
+            raise error
+
+    engine = Closing(slots=1)
+    scheduler = scheduler_of(engine)
+    with pytest.raises(type(error)):
+        list(scheduler.stream(scheduler.submit(Request([1], 2))))
+    assert engine.free_slots == 1
+    assert not scheduler.busy
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no such token")], ids=["interrupt", "error"])
 def test_no_token_is_fed_twice_when_taking_one_is_cut_short(error: BaseException) -> None:
     class Cut(Words):

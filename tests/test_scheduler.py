@@ -324,7 +324,7 @@ def test_the_time_of_steps_is_theirs_alone_and_the_last_one_counts() -> None:
         (frozenset({stop}), usual.index(stop), usual.index(stop)),
     ):
         engine = Pretended()
-        engine.close_session = lambda seat: time.sleep(0.5)  # type: ignore[method-assign]
+        engine.close_session = lambda session: time.sleep(0.5)  # type: ignore[method-assign]
         scheduler = scheduler_of(engine)
         *_, last = scheduler.stream(scheduler.submit(Request([1, 2], 5, stop_ids=stop_ids)))
         assert last.usage is not None

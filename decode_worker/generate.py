@@ -62,7 +62,7 @@ def summary(usage: Usage, finish: Finish) -> str:
     first_s = usage.waited_s + usage.prefill_s
     total_s = first_s + usage.decode_s
     first = f": the first after {first_s:.2f} s" if usage.generated else ""
-    steps = f", then {_rate(usage):.1f} tokens/s" if usage.generated > 1 else ""
+    steps = f", then {_rate(usage):.1f} tokens/s" if usage.steps else ""
     prefill = f"; prefill took {usage.prefill_s / total_s:.0%} of it"
     reused = f", {usage.reused:,} of {usage.prompt:,} prompt tokens were in the store"
     ended = "; then the text ended (at its end-of-sequence token or a stop text)" if finish is Finish.STOP else ""
@@ -82,8 +82,8 @@ def _figures(usage: Usage) -> list[Figure]:
 
 
 def _rate(usage: Usage) -> float:
-    """Tokens per second behind the first one, which the prefill made; 0 without any."""
-    return (usage.generated - 1) / usage.decode_s if usage.generated > 1 else 0.0
+    """Tokens per second of the steps, the one that ended the text included; 0 without any."""
+    return usage.steps / usage.decode_s if usage.steps else 0.0
 
 
 def _encode(config: WorkerConfig, prompt_file: Path, new_tokens: int) -> list[int]:

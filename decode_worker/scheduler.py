@@ -103,12 +103,14 @@ class Finish(Enum):
 class Usage:
     """What a generation took, in tokens and seconds: waiting for its prefill to begin, the prefill, its steps.
 
-    `reused`: of the prompt's tokens, read from the store instead of computed; `stored`: of all, in packs at the end."""
+    `reused`: of the prompt's tokens, read from the store instead of computed; `stored`: of all, in packs at the end.
+    `steps`: one for each token behind the first, and for a token that ended the text, which is not `generated`."""
 
     prompt: int
     reused: int
     stored: int
     generated: int
+    steps: int
     waited_s: float
     prefill_s: float
     decode_s: float
@@ -136,6 +138,7 @@ class Generation(Generic[Session]):
     stop_text: StopText
     outputs: deque[Output] = field(default_factory=deque)  # not taken yet
     produced: int = 0
+    steps: int = 0
     last: int = -1  # the latest token, which no step has processed yet
     turn: tuple[int, int] = (0, 0)  # the lower, the sooner its prompt is computed
     work: Prompt[Session] | None = None  # its prefill, once it has begun
@@ -301,6 +304,7 @@ class Scheduler(Generic[Session]):
             tokens = iter(next_tokens([untaken[row].sampler for row in ready], logits[ready]))
             for fault in faults:
                 if fault is None:
+                    untaken[0].steps += 1
                     self._take(untaken[0], next(tokens))
                 else:
                     self._fail(untaken[0], fault)
@@ -350,6 +354,7 @@ class Scheduler(Generic[Session]):
         if generation is self._in_piece:
             generation.ending = generation.ending or (finish, error)
             return
+        ended_s = time.monotonic()
         self._running = [other for other in self._running if other is not generation]
         self._prompts = [other for other in self._prompts if other is not generation]
         (session, generation.session), (work, generation.work) = (generation.session, None), (generation.work, None)
@@ -361,7 +366,7 @@ class Scheduler(Generic[Session]):
         if not generation.stop_text.reached:
             rest = generation.stop_text.push(generation.stream.finish()) + generation.stop_text.finish()
         if generation.error is None:
-            generation.outputs.append(Output(None, rest, finish, _usage(generation, session)))
+            generation.outputs.append(Output(None, rest, finish, _usage(generation, session, ended_s)))
         elif rest:
             generation.outputs.append(Output(None, rest))
         generation.finish = finish
@@ -379,18 +384,18 @@ class Scheduler(Generic[Session]):
             generation.error = closing
 
 
-def _usage(generation: Generation[Session], session: Session | None) -> Usage:
-    now_s = time.monotonic()
-    begun_s = now_s if generation.begun_s is None else generation.begun_s
-    prefilled_s = now_s if generation.prefilled_s is None else generation.prefilled_s
+def _usage(generation: Generation[Session], session: Session | None, ended_s: float) -> Usage:
+    begun_s = ended_s if generation.begun_s is None else generation.begun_s
+    prefilled_s = ended_s if generation.prefilled_s is None else generation.prefilled_s
     return Usage(
         prompt=len(generation.request.prompt),
         reused=session.reused if session is not None else 0,
         stored=session.stored if session is not None else 0,
         generated=generation.produced,
+        steps=generation.steps,
         waited_s=begun_s - generation.submitted_s,
         prefill_s=prefilled_s - begun_s,
-        decode_s=now_s - prefilled_s,
+        decode_s=ended_s - prefilled_s,
     )
 
 

@@ -315,6 +315,23 @@ def test_the_last_output_says_what_the_text_took() -> None:
     assert last.usage.prefill_s >= 0.02
 
 
+def test_the_time_of_steps_is_theirs_alone_and_the_last_one_counts() -> None:
+    """A stop token's step is a step; what the store takes to close a session is none."""
+    usual = alone(Request([1, 2], 5))
+    stop = usual[3]
+    for stop_ids, generated, steps in (
+        (frozenset[int](), 5, 4),
+        (frozenset({stop}), usual.index(stop), usual.index(stop)),
+    ):
+        engine = Pretended()
+        engine.close_session = lambda session: time.sleep(0.5)  # type: ignore[method-assign]
+        scheduler = scheduler_of(engine)
+        *_, last = scheduler.stream(scheduler.submit(Request([1, 2], 5, stop_ids=stop_ids)))
+        assert last.usage is not None
+        assert (last.usage.generated, last.usage.steps) == (generated, steps)
+        assert last.usage.decode_s < 0.4
+
+
 def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
     turns, order = Turns(), []
 

@@ -52,12 +52,11 @@ void Step::commit(int layer, std::span<const RunResult> results) {
       continue;
     }
     state_.counters[int(Counter::kErrors)] += answered;
-    state_.counters[int(Counter::kStale)] += wish.has_old_set;
     // A lost block is never papered over with an old set, whatever the setting says.
     const bool lost = answered && results[i].aux == uint32_t(Fault::kDataLoss);
-    if (!wish.has_old_set || settings_.stale_fails || lost) {
-      fail(wish.slot, answered ? fault_of(results[i]) : int32_t(StepFault::kNotPosted));
-    }
+    const bool goes_on = wish.has_old_set && !settings_.stale_fails && !lost;
+    state_.counters[int(Counter::kStale)] += goes_on;
+    if (!goes_on) fail(wish.slot, answered ? fault_of(results[i]) : int32_t(StepFault::kNotPosted));
   }
   posted.wishes.clear();
 }

@@ -210,9 +210,10 @@ class ReferenceKernels(Kernels):
                 self._count("records_moved", len(wish.pairs))
                 continue
             self._count("errors", statuses is not None)
-            self._count("stale", wish.has_old_set)
             aux = 0 if statuses is None else int(statuses[i, 1])
-            if not wish.has_old_set or self.context.stale_fails or aux == _native.FAULT_DATA_LOSS:
+            goes_on = wish.has_old_set and not self.context.stale_fails and aux != _native.FAULT_DATA_LOSS
+            self._count("stale", goes_on)
+            if not goes_on:
                 self._fail(wish.slot, _native.FAULT_NOT_POSTED if statuses is None else aux or _unnamed(statuses[i, 0]))
 
     def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -279,6 +279,7 @@ def test_lost_block_is_a_fault_even_where_an_old_set_would_do(kernels, rng, aux,
     bench.kernels.commit(LAYER, results(ERROR, ERROR, aux=aux))
     assert bench.faults() == [fault]
     assert snapshot(bench) == before
+    assert bench.policy.counters.stale == (0 if fault else 2), "only who goes on with an old set does so"
 
 
 def test_lost_block_is_the_gravest_fault(kernels, rng):

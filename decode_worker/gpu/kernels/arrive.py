@@ -174,7 +174,8 @@ def _settle(
         tl.store(parity + at, side ^ 1, mask=came)
         moved += tl.sum(tl.load(wish + _PAIRS, mask=came, other=0).to(tl.int64), 0)
         errors += tl.sum(lacks.to(tl.int64), 0) * answered
-        stale += tl.sum((lacks & (has_old_set != 0)).to(tl.int64), 0)
+        lost = (answered != 0) & (tl.load(wish + _AUX, mask=lacks, other=0) == _DATA_LOSS)
+        stale += tl.sum((lacks & (has_old_set != 0) & (STALE_FAILS == 0) & (lost == 0)).to(tl.int64), 0)
         if tl.max(lacks.to(tl.int32), 0) != 0:
             for i in range(first, tl.minimum(first + BLOCK, count)):
                 _fail(mine + i * _FIELDS, answered, fault, STALE_FAILS)

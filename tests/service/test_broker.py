@@ -25,8 +25,8 @@ from kvstore_service.daemon.front.broker import (
     TRANSFERS_MAX,
     USER_TRANSFER_BYTES_MAX,
     Broker,
-    claim_path,
 )
+from kvstore_service.daemon.front.socket_path import SocketPath
 from kvstore_service.daemon.logs import SPARSE_LINES
 from kvstore_service.daemon.store.registry import Limits, Registry, Worker
 from kvstore_service.shared import memory
@@ -216,13 +216,13 @@ def test_a_dead_daemons_socket_is_removed_and_other_files_are_not(tmp_path: Path
         dead.bind(str(stale))
         dead.listen()
         with pytest.raises(StoreError, match="another daemon"):
-            claim_path(stale)
-    claim_path(stale)
-    assert not stale.exists()
+            SocketPath(stale)
+    SocketPath(stale).close()
+    assert not list(tmp_path.iterdir())
     plain = tmp_path / "notes.txt"
     plain.write_text("mine")
     with pytest.raises(StoreError, match="no socket"):
-        claim_path(plain)
+        SocketPath(plain)
     assert plain.read_text() == "mine"
 
 

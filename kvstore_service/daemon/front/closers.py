@@ -5,6 +5,7 @@ system), so it is done beside the broker: whoever makes it slow waits behind the
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 
 BACKLOG_MAX = 4096  # descriptors of a user that wait to be closed: sixteen messages full of them
@@ -39,6 +40,7 @@ class Closers:
     def _run(self, uid: int) -> None:
         queue = self._queues[uid]
         while True:
-            os.close(queue.get())
+            with suppress(OSError):  # what its file system says at the end is its owner's affair; it is closed
+                os.close(queue.get())
             with self._lock:
                 self._waiting[uid] -= 1

@@ -26,7 +26,8 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+        width = None if sys.stdout.isatty() else 160
+        self.console = Console(width=width, highlight=False, markup=False, emoji=False)
 
     def rows(self, title: str, rows: Sequence[Row]) -> None:
         if self.as_json:
@@ -95,7 +96,7 @@ def _cell(name: str, value: Any) -> str:
         return format_size(value)
     if isinstance(value, float):
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(value)) if name in TIMES else f"{value:.1f}"
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    text = str(value)
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if not text.isprintable():  # paths and messages of others can hold anything
+        text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     return text[:ID_DIGITS] if name in ("pack_id", "build", "parent") else text

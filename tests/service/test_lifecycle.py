@@ -15,6 +15,7 @@ import pytest
 from kvstore_service.client import AdminClient, KindSpec, Layout, StoreClient, StoreError
 from kvstore_service.daemon.config import Config, load
 from kvstore_service.daemon.server import Daemon as Running
+from kvstore_service.kvctl.output import Output
 from tests.support.daemon_process import Daemon
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
@@ -266,6 +267,14 @@ def test_kvctl_shows_status_sessions_and_configuration(daemon: Daemon, client: S
         shown = kvctl(daemon, *command)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.strip()
+
+
+def test_kvctl_shows_texts_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of peers and of paths are neither markup, nor the names of emojis, nor commands to a terminal."""
+    Output(as_json=False).rows("workers", [{"name": ":skull:", "path": "/x/[red]a[/b]", "reasons": ["\x1b[31m\n"]}])
+    shown = capsys.readouterr().out
+    for text in (":skull:", "/x/[red]a[/b]", "\\x1b[31m\\n"):
+        assert text in shown
 
 
 def test_kvctl_fails_in_one_line(daemon: Daemon) -> None:

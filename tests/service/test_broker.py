@@ -99,6 +99,28 @@ def test_refused_peers_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCap
     assert vars(caplog.records[0])["fields"]["uid"] == os.getuid()
 
 
+def test_strangers_share_one_thread_however_many_they_are(tmp_path: Path) -> None:
+    """Whoever has a range of user ids of their own (newuidmap) keeps the group under each of them."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become others")
+    program = (
+        "import os, socket\n"
+        "for uid in range(5000, 5020):\n"
+        "    if os.fork() == 0:\n"
+        "        os.setgroups([4243]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)\n"
+        "        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "        peer.settimeout(20); peer.connect('broker.sock')\n"
+        "        os._exit(0 if b'allow_uids' in peer.recv(4096) else 1)\n"
+        "    assert os.wait()[1] == 0\n"
+    )
+    tmp_path.chmod(0o755)
+    desk = Desk(tmp_path / "broker.sock", frozenset({0}), 4243)
+    before = sum(thread.name == "closer" for thread in threading.enumerate())
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=True)
+    assert sum(thread.name == "closer" for thread in threading.enumerate()) == before + 1
+    desk.broker.close()
+
+
 def test_the_socket_is_open_to_its_group_alone(desk: Desk, tmp_path: Path) -> None:
     assert os.stat(desk.path).st_mode & 0o777 == 0o600
     grouped = Desk(tmp_path / "grouped.sock", frozenset({os.getuid()}), os.getegid())

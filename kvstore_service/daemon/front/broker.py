@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore_service.daemon.front.closers import Closers
+from kvstore_service.daemon.front.closers import STRANGERS, Closers
 from kvstore_service.daemon.front.socket_path import open_to
 from kvstore_service.daemon.logs import Sparse
 from kvstore_service.daemon.store.registry import Worker
@@ -267,7 +267,8 @@ class Broker:
                 self._refusals.event((uid, refusal), logging.WARNING, "peer refused", uid=uid, pid=pid, reason=refusal)
                 with contextlib.suppress(OSError):
                     _send(peer, {"error": refusal})
-                self._closers.close(uid, [peer.detach()])  # with what it has sent unread
+                payer = uid if uid in self._allow_uids else STRANGERS
+                self._closers.close(payer, [peer.detach()])  # with what it has sent unread
                 return
             connection = strangers[peer] = _Connection(peer, uid, pid, time.monotonic())
             self._selector.register(peer, selectors.EVENT_READ, connection)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 
+STRANGERS = -1  # whoever is in the sockets' group and not served: one of them can have a thousand user ids
 BACKLOG_MAX = 4096  # descriptors of a user that wait to be closed: sixteen messages full of them
 
 
 class Closers:
-    """A thread for each user id that has sent any; it ends with the process."""
+    """A thread for each user id that has sent any, and one for all strangers; it ends with the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from kvstore_service.shared.types import format_size
+from kvstore_service.shared.types import format_size, printable
 
 ID_DIGITS = 16
 ALIGNED = 200  # rows that say how wide the columns are
@@ -96,7 +96,5 @@ def _cell(name: str, value: Any) -> str:
         return format_size(value)
     if isinstance(value, float):
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(value)) if name in TIMES else f"{value:.1f}"
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    if not text.isprintable():  # paths and messages of others can hold anything
-        text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    text = printable(",".join(map(str, value)) if isinstance(value, list) else str(value))
     return text[:ID_DIGITS] if name in ("pack_id", "build", "parent") else text

@@ -27,7 +27,7 @@ from kvstore_service.daemon.front.call import ANYBODY, Call, Caller
 from kvstore_service.daemon.front.lanes import OPERATORS, STREAMS, WORKERS, Lane, Place
 from kvstore_service.daemon.front.replies import Replies
 from kvstore_service.daemon.store.registry import Registry
-from kvstore_service.shared.types import StoreError
+from kvstore_service.shared.types import StoreError, printable
 
 TOKEN_ENTRY = "kvstore-token"
 REQUEST_ID_ENTRY = "kvstore-request-id"
@@ -264,6 +264,7 @@ async def _refuse(call: Call, error: Exception, context: Any) -> None:
         log.exception("call failed", exc_info=error)
     if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
         failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
+    failure.message = printable(failure.message)
     key = (call.caller.uid, call.method, failure.code, failure.reason)
     refusals.event(key, level, "refused", code=failure.code, reason=failure.message, **_fields(call))
     error.__traceback__ = None  # its frames hold the request, and a future in them holds the error

@@ -37,7 +37,13 @@ ERROR_LETTERS_MAX = 1000
 DOMAIN = "kvstore"
 _WORKERS = "/kvstore.v1.StoreService/"
 _ADMIN = "/kvstore.v1.AdminService/"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_FULL = {
+    errno.ENOSPC: "DISK_FULL",
+    errno.EDQUOT: "DISK_FULL",
+    errno.EMFILE: "NO_DESCRIPTORS",
+    errno.ENFILE: "NO_DESCRIPTORS",
+    errno.ENOMEM: "NO_MEMORY",
+}
 
 log = logging.getLogger("kvstored.rpc")
 refusals = logs.Sparse(log)
@@ -276,14 +282,14 @@ def _failure(error: Exception) -> tuple[StoreError, int]:
     """What the caller hears of an error, and the level at which it is logged."""
     if isinstance(error, StoreError):
         return error, logging.INFO
+    reason, text = "", f"{type(error).__name__}: {error}"
     if isinstance(error, sqlite3.Error):
-        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-        code, text = "RESOURCE_EXHAUSTED" if full else "INTERNAL", f"the catalogue failed: {error}"
+        text = f"the catalogue failed: {error}"
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            reason = "DISK_FULL"
     elif isinstance(error, OSError):
-        code, text = "RESOURCE_EXHAUSTED" if error.errno in _FULL else "INTERNAL", str(error)
-    else:
-        code, text = "INTERNAL", f"{type(error).__name__}: {error}"
-    return StoreError(code, text, reason="DISK_FULL" if code == "RESOURCE_EXHAUSTED" else ""), logging.ERROR
+        reason, text = _FULL.get(error.errno or 0, ""), str(error)
+    return StoreError("RESOURCE_EXHAUSTED" if reason else "INTERNAL", text, reason=reason), logging.ERROR
 
 
 def _fields(call: Call) -> dict[str, object]:

@@ -59,7 +59,7 @@ class Prefixes:
             if not found:
                 return found
             last = found[-1].pack_id
-            self._state.leases.take([last], worker.token)
+            self._state.leases.take([last], worker.token, worker.uid)
             # It may have gone between the look and the lease, or be about to go.
             if not self._state.registry.is_condemned(last) and self._state.catalog.served(last) is not None:
                 self._state.use([ref.pack_id for ref in found])

@@ -18,9 +18,8 @@ struct DeviceError : std::runtime_error {
 // Stays loaded: drivers have threads and handlers of their own.
 class Library {
  public:
-  explicit Library(const std::string& name) : name_(name), handle_(dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) {
-    if (!handle_) throw DeviceError(dlerror());
-  }
+  // DeviceError, within seconds, whatever stands under this name.
+  explicit Library(const std::string& name);
 
   template <typename Function>
   void find(Function& function, const char* symbol) const {

@@ -30,7 +30,7 @@ from kvstore_service.daemon.config import Config, ConfigError, load, to_yaml
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.rebuild import rebuild
 from kvstore_service.daemon.front import health
-from kvstore_service.daemon.front.broker import Broker, claim_path, open_to
+from kvstore_service.daemon.front.broker import Broker
 from kvstore_service.daemon.front.latencies import Latencies
 from kvstore_service.daemon.front.metrics import Measures, registry
 from kvstore_service.daemon.front.metrics_server import MetricsServer
@@ -38,6 +38,7 @@ from kvstore_service.daemon.front.replies import Replies
 from kvstore_service.daemon.front.rpc import Gate
 from kvstore_service.daemon.front.server import Server
 from kvstore_service.daemon.front.services import AdminService, StoreService
+from kvstore_service.daemon.front.socket_path import SocketPath, open_to
 from kvstore_service.daemon.store.registry import Limits, Worker
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.shared.types import StoreError
@@ -56,10 +57,11 @@ class Daemon:
     def __init__(self, config: Config) -> None:
         """Claims directory and sockets. StoreError FAILED_PRECONDITION if another daemon has them."""
         self.config = config
-        _claim("socket", config.socket)
-        _claim("broker", config.broker)
-        directories.prepare(config.data_dir)
         with contextlib.ExitStack() as undo:
+            self._paths = undo.enter_context(contextlib.ExitStack())
+            for key, path in (("socket", config.socket), ("broker", config.broker)):
+                self._paths.callback(_claim(key, path).close)
+            directories.prepare(config.data_dir)
             catalog = Catalog(config.data_dir)
             undo.callback(catalog.close)
             catalog.freeze({"extent_blocks": config.extent_blocks})
@@ -166,7 +168,7 @@ class Daemon:
         if self._metrics is not None:
             self._metrics.close()
         self.store.close()
-        self.config.socket.unlink(missing_ok=True)
+        self._paths.close()
 
     def _release(self, worker: Worker) -> None:
         try:
@@ -241,9 +243,9 @@ def _rebuild(config: Config) -> int:
     return 1 if rebuilt.left else 0
 
 
-def _claim(key: str, path: Path) -> None:
+def _claim(key: str, path: Path) -> SocketPath:
     try:
-        claim_path(path)
+        return SocketPath(path)
     except OSError as error:
         raise StoreError(
             "FAILED_PRECONDITION", f"{key}={path}: {error.strerror}; choose a directory that can be written"

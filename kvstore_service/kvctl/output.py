@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from kvstore_service.shared.types import format_size
+from kvstore_service.shared.types import format_size, printable
 
 ID_DIGITS = 16
 ALIGNED = 200  # rows that say how wide the columns are
@@ -26,7 +26,8 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+        width = None if sys.stdout.isatty() else 160
+        self.console = Console(width=width, highlight=False, markup=False, emoji=False)
 
     def rows(self, title: str, rows: Sequence[Row]) -> None:
         if self.as_json:
@@ -95,7 +96,5 @@ def _cell(name: str, value: Any) -> str:
         return format_size(value)
     if isinstance(value, float):
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(value)) if name in TIMES else f"{value:.1f}"
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    text = str(value)
+    text = printable(",".join(map(str, value)) if isinstance(value, list) else str(value))
     return text[:ID_DIGITS] if name in ("pack_id", "build", "parent") else text

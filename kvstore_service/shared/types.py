@@ -212,3 +212,8 @@ def format_size(size_bytes: int) -> str:
             exact = size_bytes % factor == 0
             return f"{size_bytes // factor}{unit}" if exact else f"{size_bytes / factor:.2f}{unit}"
     return f"{size_bytes}B"
+
+
+def printable(text: str) -> str:
+    """One line for a log or a terminal: what would start another one, or tell it something, as its escape."""
+    return text if text.isprintable() else "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)

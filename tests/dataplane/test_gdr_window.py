@@ -1,5 +1,8 @@
 """Windows in a GPU's memory, over doubles of the driver and of GDRCopy, which deliver stores as late as they may."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +69,29 @@ def test_without_a_driver_windows_lie_in_shared_memory():
     assert plane.window_kinds == ["shm"]
     assert plane.windows_refused[0][0] == "gdr"
     assert "/nowhere/libcuda.so.1" in plane.windows_refused[0][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("short", "cut short or broken"), ("fifo", "did not load within"), ("none", "without a name")]
+)
+def test_a_library_that_is_none_ends_nobody(tmp_path, kind, reason):
+    """An update that is under way leaves half a file: mapping that kills, and a FIFO opens when somebody writes."""
+    path = tmp_path / "libcuda.so.1"
+    if kind == "short":
+        with gpu_double(tmp_path) as double:
+            whole = Path(double.library).read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+    elif kind == "fifo":
+        os.mkfifo(path)
+    library = "" if kind == "none" else str(path)
+    program = (
+        "import sys; from kvstore_service._native import DataPlane; "
+        f"print(DataPlane(*{PLANE}, window='auto', cuda_library=sys.argv[1]).windows_refused)"
+    )
+    command = [sys.executable, "-c", program, library]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert reason in done.stdout
 
 
 @pytest.mark.parametrize("old", [False, True])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +21,12 @@ from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.front import lanes
 from kvstore_service.daemon.front.call import Caller
 from kvstore_service.daemon.front.replies import REPLIES_BYTES_MAX, Replies
+from kvstore_service.daemon.store.prefixes import _walk
 from kvstore_service.daemon.store.registry import SESSION_PACKS_MAX, Limits, Registry
 from kvstore_service.daemon.store.sessions import Sessions
 from kvstore_service.daemon.store.slots import Slots
 from kvstore_service.daemon.store.state import State
-from kvstore_service.shared.types import PackRef, PackRow
+from kvstore_service.shared.types import PackRef, PackRow, PrefixCandidate
 from tests.hostile import calls
 from tests.hostile.slow_peer import SlowPeer
 from tests.hostile.victim import Victim
@@ -38,6 +40,7 @@ STRANGERS, STREAMS = 6, 64
 STRANGERS_BYTES = 64 << 20  # about 20 are seen; 500 if requests of health were read
 SIDECAR_BYTES = 192 << 20
 SESSIONS_BYTES = 32 << 20
+LOOKUP_BYTES = 8 << 20  # about 2 are seen; 64 if each pack's chain were a list
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +225,25 @@ def test_packs_are_counted_in_every_session_that_has_them() -> None:
         registry.close(session)
     assert registry.references_total() == 0
     registry.append(registry.open(worker, LAYOUT, 1024), [row] * 2 * half)
+
+
+def test_a_lookup_takes_memory_for_each_pack_once() -> None:
+    """Not for every pack before it too: a chain of as many packs as a lookup may name took a gigabyte."""
+    count, block = 4096, 256
+
+    def row(index: int) -> PackRow:
+        return PackRow(PackRef(index.to_bytes(32), bytes(16), index * block, block), bytes(32), LAYOUT, "uid-7", 4096)
+
+    rows = {index.to_bytes(32): row(index) for index in range(count)}
+    candidates = [PrefixCandidate(index * block, block, index.to_bytes(32)) for index in range(count)]
+    tracemalloc.start()
+    try:
+        chain = _walk(candidates, lambda parent, item: item.token_digest, rows.get)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert chain == list(rows.values())
+    assert peak_bytes < LOOKUP_BYTES
 
 
 def test_large_sidecars_are_checked_in_pieces(daemon: Daemon) -> None:

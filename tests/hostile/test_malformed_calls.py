@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
 from kvstore_service._proto import store_service_pb2 as pb
-from kvstore_service.client import AdminClient, SidecarKey, StoreError
+from kvstore_service.client import AdminClient, RingGeometry, SidecarKey, StoreClient, StoreError
 from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.front.fields import ITEMS_MAX
 from kvstore_service.daemon.front.replies import IDEMPOTENCY_KEY_MAX
@@ -144,3 +144,13 @@ def test_names_that_are_paths_stay_names(daemon: Daemon, victim: Victim) -> None
     assert set(daemon.data_dir.parent.iterdir()) == outside
     names = [path.name for path in (daemon.data_dir / "sidecars").iterdir()]
     assert all(Path(name).suffix == ".sidecar" and name[:64].isalnum() for name in names)
+
+
+def test_a_refusal_is_one_plain_line(daemon: Daemon) -> None:
+    """Also where it quotes what was asked for."""
+    kinds = ["\x1b[2J", "\u202e\nall is well", "x" * 128] * 9
+    refusal = pytest.raises(StoreError, match="the worker can map")
+    with StoreClient.connect(daemon.socket, daemon.broker) as client, refusal as refused:
+        client.register_worker(1, 4096, 4096, [RingGeometry(2, 1, 1)], window_kinds=kinds)
+    assert refused.value.message.isprintable()
+    assert "\\x1b[2J, \\u202e\\nall is well" in refused.value.message

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import struct
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore_service.client import StoreClient
+from kvstore_service.daemon.front.closers import Closers
 from tests.support.daemon_process import Daemon
 
 LINGER_S = 60
@@ -54,3 +57,16 @@ def test_a_descriptor_that_closes_slowly_holds_nobody_up(daemon: Daemon, message
             assert client is not None
     finally:
         end.close()
+
+
+def test_a_descriptor_whose_close_fails_is_the_only_one_that_does() -> None:
+    """A file system of the peer's own answers close as it likes; a number that is none stands for its descriptor."""
+    closers = Closers()
+    refused, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reader, writer = os.pipe()
+    try:
+        closers.close(4711, [refused, writer])
+        readable, _, _ = select.select([reader], [], [], WAIT_S)
+        assert readable, "the descriptors behind it are never closed"
+    finally:
+        os.close(reader)

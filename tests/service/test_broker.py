@@ -25,8 +25,8 @@ from kvstore_service.daemon.front.broker import (
     TRANSFERS_MAX,
     USER_TRANSFER_BYTES_MAX,
     Broker,
-    claim_path,
 )
+from kvstore_service.daemon.front.socket_path import SocketPath
 from kvstore_service.daemon.logs import SPARSE_LINES
 from kvstore_service.daemon.store.registry import Limits, Registry, Worker
 from kvstore_service.shared import memory
@@ -97,6 +97,28 @@ def test_refused_peers_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCap
         desk.broker.close()
     assert 0 < len(caplog.records) <= 3 * (SPARSE_LINES + 1)  # in three periods
     assert vars(caplog.records[0])["fields"]["uid"] == os.getuid()
+
+
+def test_strangers_share_one_thread_however_many_they_are(tmp_path: Path) -> None:
+    """Whoever has a range of user ids of their own (newuidmap) keeps the group under each of them."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become others")
+    program = (
+        "import os, socket\n"
+        "for uid in range(5000, 5020):\n"
+        "    if os.fork() == 0:\n"
+        "        os.setgroups([4243]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)\n"
+        "        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "        peer.settimeout(20); peer.connect('broker.sock')\n"
+        "        os._exit(0 if b'allow_uids' in peer.recv(4096) else 1)\n"
+        "    assert os.wait()[1] == 0\n"
+    )
+    tmp_path.chmod(0o755)
+    desk = Desk(tmp_path / "broker.sock", frozenset({0}), 4243)
+    before = sum(thread.name == "closer" for thread in threading.enumerate())
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=True)
+    assert sum(thread.name == "closer" for thread in threading.enumerate()) == before + 1
+    desk.broker.close()
 
 
 def test_the_socket_is_open_to_its_group_alone(desk: Desk, tmp_path: Path) -> None:
@@ -216,13 +238,13 @@ def test_a_dead_daemons_socket_is_removed_and_other_files_are_not(tmp_path: Path
         dead.bind(str(stale))
         dead.listen()
         with pytest.raises(StoreError, match="another daemon"):
-            claim_path(stale)
-    claim_path(stale)
-    assert not stale.exists()
+            SocketPath(stale)
+    SocketPath(stale).close()
+    assert not list(tmp_path.iterdir())
     plain = tmp_path / "notes.txt"
     plain.write_text("mine")
     with pytest.raises(StoreError, match="no socket"):
-        claim_path(plain)
+        SocketPath(plain)
     assert plain.read_text() == "mine"
 
 

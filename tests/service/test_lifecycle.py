@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_service.client import AdminClient, KindSpec, Layout, StoreClient, StoreError
+from kvstore_service.daemon.config import Config, load
+from kvstore_service.daemon.server import Daemon as Running
+from kvstore_service.kvctl.output import Output
 from tests.support.daemon_process import Daemon
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
@@ -134,6 +137,31 @@ def test_a_second_daemon_on_the_same_socket_says_so(daemon: Daemon, tmp_path: Pa
         assert admin.get_status().state == "serving"
 
 
+def test_of_two_daemons_that_start_at_once_one_has_the_sockets(tmp_path: Path) -> None:
+    """Neither the one that lost nor the one that has ended takes the other's sockets away."""
+
+    def config(name: str, *options: str) -> Config:
+        return load(
+            (
+                f"--data-dir={tmp_path}/{name}", f"--socket={tmp_path}/s", f"--broker={tmp_path}/b",
+                "--metrics-addr=off", "--dram-bytes=16MiB", *options,
+            ),
+            {},
+        )  # fmt: skip
+
+    first = Running(config("first"))  # does not listen yet
+    for other in (config("second"), config("second", f"--broker={tmp_path}/c")):
+        with pytest.raises(StoreError, match="another daemon has"):
+            Running(other)
+    first.start()
+    try:
+        with AdminClient.connect(f"{tmp_path}/s", f"{tmp_path}/b") as admin:
+            assert admin.get_status().state == "serving"
+    finally:
+        first.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"first"}
+
+
 def test_a_daemon_dies_with_its_parent(tmp_path: Path) -> None:
     script = (
         "import sys, time; from kvstore_service.client.private import PrivateDaemon; "
@@ -239,6 +267,14 @@ def test_kvctl_shows_status_sessions_and_configuration(daemon: Daemon, client: S
         shown = kvctl(daemon, *command)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.strip()
+
+
+def test_kvctl_shows_texts_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of peers and of paths are neither markup, nor the names of emojis, nor commands to a terminal."""
+    Output(as_json=False).rows("workers", [{"name": ":skull:", "path": "/x/[red]a[/b]", "reasons": ["\x1b[31m\n"]}])
+    shown = capsys.readouterr().out
+    for text in (":skull:", "/x/[red]a[/b]", "\\x1b[31m\\n"):
+        assert text in shown
 
 
 def test_kvctl_fails_in_one_line(daemon: Daemon) -> None:

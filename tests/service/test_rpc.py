@@ -1,5 +1,7 @@
 """What holds for every call: token, deadline, idempotency, rich errors, limits; health and reflection."""
 
+import errno
+import os
 import socket
 import subprocess
 import threading
@@ -26,6 +28,7 @@ from kvstore_service.client import (
     StoreError,
 )
 from kvstore_service.client.connection import BrokerConnection
+from kvstore_service.daemon.front import rpc
 from kvstore_service.daemon.store.registry import Limits, Registry
 from kvstore_service.shared import wire
 from tests.support.daemon_process import Daemon
@@ -288,6 +291,20 @@ def test_reasons_tell_causes_apart_that_share_a_code(tmp_path: Path) -> None:
         ("FAILED_PRECONDITION", "RINGS_NOT_SERVED"),
         ("RESOURCE_EXHAUSTED", "NO_ROOM"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [
+        (errno.ENOSPC, "RESOURCE_EXHAUSTED", "DISK_FULL"),
+        (errno.ENOMEM, "RESOURCE_EXHAUSTED", "NO_MEMORY"),
+        (errno.EMFILE, "RESOURCE_EXHAUSTED", "NO_DESCRIPTORS"),
+        (errno.EIO, "INTERNAL", "INTERNAL"),
+    ],
+)
+def test_what_a_system_call_lacked_is_not_always_room_on_the_disk(number: int, code: str, reason: str) -> None:
+    failure, _ = rpc._failure(OSError(number, os.strerror(number)))
+    assert (failure.code, failure.reason) == (code, reason)
 
 
 def test_users_share_what_there_is_equally() -> None:

@@ -18,7 +18,6 @@ import re
 import secrets
 import selectors
 import socket
-import stat
 import struct
 import threading
 import time
@@ -27,8 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore_service.daemon import directories
-from kvstore_service.daemon.front.closers import Closers
+from kvstore_service.daemon.front.closers import STRANGERS, Closers
+from kvstore_service.daemon.front.socket_path import open_to
 from kvstore_service.daemon.logs import Sparse
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.shared import memory
@@ -268,7 +267,8 @@ class Broker:
                 self._refusals.event((uid, refusal), logging.WARNING, "peer refused", uid=uid, pid=pid, reason=refusal)
                 with contextlib.suppress(OSError):
                     _send(peer, {"error": refusal})
-                self._closers.close(uid, [peer.detach()])  # with what it has sent unread
+                payer = uid if uid in self._allow_uids else STRANGERS
+                self._closers.close(payer, [peer.detach()])  # with what it has sent unread
                 return
             connection = strangers[peer] = _Connection(peer, uid, pid, time.monotonic())
             self._selector.register(peer, selectors.EVENT_READ, connection)
@@ -394,40 +394,6 @@ class Broker:
             self._release(worker)
         except Exception:
             log.exception("release failed", extra={"fields": {"name": worker.name, "pid": worker.pid}})
-
-
-def claim_path(path: Path) -> None:
-    """Makes `path` free for a listener: a socket that a dead daemon left is removed.
-
-    FAILED_PRECONDITION if a daemon listens there, or if it is another kind of file."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directories.require_own(path.parent)
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise StoreError("FAILED_PRECONDITION", f"{path} exists and is no socket; remove it or use another path")
-    except FileNotFoundError:
-        return
-    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
-        with socket.socket(socket.AF_UNIX, kind) as probe:
-            probe.settimeout(1.0)
-            try:
-                probe.connect(str(path))
-            except FileNotFoundError:
-                return
-            except OSError as error:
-                if not isinstance(error, ConnectionRefusedError) and "wrong type" not in str(error):
-                    raise StoreError("FAILED_PRECONDITION", f"{path} cannot be probed: {error}") from error
-                continue
-        raise StoreError("FAILED_PRECONDITION", f"another daemon is listening on {path}; stop it or use another path")
-    path.unlink(missing_ok=True)
-
-
-def open_to(path: Path, group: int | None) -> None:
-    """Lets the group's members connect, or nobody but the owner (and root)."""
-    os.chmod(path, 0o600)
-    if group is not None:
-        os.chown(path, -1, group)
-        os.chmod(path, 0o660)
 
 
 def _parse(text: bytes) -> dict[str, object]:

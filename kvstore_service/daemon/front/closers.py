@@ -5,13 +5,15 @@ system), so it is done beside the broker: whoever makes it slow waits behind the
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 
+STRANGERS = -1  # whoever is in the sockets' group and not served: one of them can have a thousand user ids
 BACKLOG_MAX = 4096  # descriptors of a user that wait to be closed: sixteen messages full of them
 
 
 class Closers:
-    """A thread for each user id that has sent any; it ends with the process."""
+    """A thread for each user id that has sent any, and one for all strangers; it ends with the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,6 +41,7 @@ class Closers:
     def _run(self, uid: int) -> None:
         queue = self._queues[uid]
         while True:
-            os.close(queue.get())
+            with suppress(OSError):  # what its file system says at the end is its owner's affair; it is closed
+                os.close(queue.get())
             with self._lock:
                 self._waiting[uid] -= 1

@@ -27,7 +27,7 @@ from kvstore_service.daemon.front.call import ANYBODY, Call, Caller
 from kvstore_service.daemon.front.lanes import OPERATORS, STREAMS, WORKERS, Lane, Place
 from kvstore_service.daemon.front.replies import Replies
 from kvstore_service.daemon.store.registry import Registry
-from kvstore_service.shared.types import StoreError
+from kvstore_service.shared.types import StoreError, printable
 
 TOKEN_ENTRY = "kvstore-token"
 REQUEST_ID_ENTRY = "kvstore-request-id"
@@ -37,7 +37,13 @@ ERROR_LETTERS_MAX = 1000
 DOMAIN = "kvstore"
 _WORKERS = "/kvstore.v1.StoreService/"
 _ADMIN = "/kvstore.v1.AdminService/"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_FULL = {
+    errno.ENOSPC: "DISK_FULL",
+    errno.EDQUOT: "DISK_FULL",
+    errno.EMFILE: "NO_DESCRIPTORS",
+    errno.ENFILE: "NO_DESCRIPTORS",
+    errno.ENOMEM: "NO_MEMORY",
+}
 
 log = logging.getLogger("kvstored.rpc")
 refusals = logs.Sparse(log)
@@ -264,6 +270,7 @@ async def _refuse(call: Call, error: Exception, context: Any) -> None:
         log.exception("call failed", exc_info=error)
     if len(failure.message) > ERROR_LETTERS_MAX:  # they quote what a peer sent
         failure.message = failure.message[:ERROR_LETTERS_MAX] + "..."
+    failure.message = printable(failure.message)
     key = (call.caller.uid, call.method, failure.code, failure.reason)
     refusals.event(key, level, "refused", code=failure.code, reason=failure.message, **_fields(call))
     error.__traceback__ = None  # its frames hold the request, and a future in them holds the error
@@ -275,14 +282,14 @@ def _failure(error: Exception) -> tuple[StoreError, int]:
     """What the caller hears of an error, and the level at which it is logged."""
     if isinstance(error, StoreError):
         return error, logging.INFO
+    reason, text = "", f"{type(error).__name__}: {error}"
     if isinstance(error, sqlite3.Error):
-        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-        code, text = "RESOURCE_EXHAUSTED" if full else "INTERNAL", f"the catalogue failed: {error}"
+        text = f"the catalogue failed: {error}"
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            reason = "DISK_FULL"
     elif isinstance(error, OSError):
-        code, text = "RESOURCE_EXHAUSTED" if error.errno in _FULL else "INTERNAL", str(error)
-    else:
-        code, text = "INTERNAL", f"{type(error).__name__}: {error}"
-    return StoreError(code, text, reason="DISK_FULL" if code == "RESOURCE_EXHAUSTED" else ""), logging.ERROR
+        reason, text = _FULL.get(error.errno or 0, ""), str(error)
+    return StoreError("RESOURCE_EXHAUSTED" if reason else "INTERNAL", text, reason=reason), logging.ERROR
 
 
 def _fields(call: Call) -> dict[str, object]:

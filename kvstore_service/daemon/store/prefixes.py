@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.daemon.store.state import State
@@ -58,7 +59,7 @@ class Prefixes:
             if not found:
                 return found
             last = found[-1].pack_id
-            self._state.leases.take([last], worker.token)
+            self._state.leases.take([last], worker.token, worker.uid)
             # It may have gone between the look and the lease, or be about to go.
             if not self._state.registry.is_condemned(last) and self._state.catalog.served(last) is not None:
                 self._state.use([ref.pack_id for ref in found])
@@ -97,16 +98,27 @@ class Prefixes:
         return [row.ref for row in longest]
 
 
+class _Link(NamedTuple):
+    """The end of a chain. Chains share what they have in common: their lists would take the square of the packs."""
+
+    row: PackRow
+    before: "_Link | None"
+
+
 def _walk(
     candidates: Sequence[PrefixCandidate],
     name_of: Callable[[bytes, PrefixCandidate], bytes],
     find: Callable[[bytes], PackRow | None],
 ) -> list[PackRow]:
     """The longest chain of what is found. `candidates` are in the order of their first tokens."""
-    ending: defaultdict[int, list[list[PackRow]]] = defaultdict(list, {0: [[]]})
+    ending: defaultdict[int, list[_Link | None]] = defaultdict(list, {0: [None]})
     for item in candidates:
-        for chain in ending.get(item.first_token, []):
-            row = find(name_of(chain[-1].ref.pack_id if chain else NO_PARENT, item))
+        for link in ending.get(item.first_token, []):
+            row = find(name_of(link.row.ref.pack_id if link else NO_PARENT, item))
             if row is not None and row.ref.tokens == item.tokens and len(ending[row.ref.end]) < CHAINS_MAX:
-                ending[row.ref.end].append([*chain, row])
-    return ending[max(ending)][0]
+                ending[row.ref.end].append(_Link(row, link))
+    chain, last = [], ending[max(ending)][0]
+    while last is not None:
+        chain.append(last.row)
+        last = last.before
+    return chain[::-1]

@@ -95,7 +95,7 @@ class Uploads:
         What another worker is writing gets no upload, unless `compete`."""
         rows = self._rows(session, reservations, tenant_key)
         names = [row.ref.pack_id for row in rows]
-        self._leases.take(names, session.session_id)
+        self._leases.take(names, session.session_id, session.worker.uid)
         elsewhere = self.claims.take(session.worker, names, compete)
         winners = {name: self._served(name) for name in names}
         wanted = [row for row in rows if winners[row.ref.pack_id] is None and row.ref.pack_id not in elsewhere]
@@ -232,7 +232,7 @@ class Uploads:
             sync_directory(self._catalog.packs_dir)
             rows = [upload.row for upload in finished]
             for upload in finished:
-                self._leases.take([upload.row.ref.pack_id], upload.session_id)
+                self._leases.take([upload.row.ref.pack_id], upload.session_id, upload.worker.uid)
             with self._room.storing() as unpromise:
                 winners = self._ballast.behind(lambda: self._catalog.commit_packs(rows))
                 for upload in finished:

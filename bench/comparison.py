@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,11 +41,12 @@ PRESETS = {
 
 
 def in_turn(runs: Mapping[str, Run], steps: int, repeats: int) -> Samples:
-    """`repeats` samples of each, so that a slow minute of the machine counts for all."""
-    samples: dict[str, list[Sample]] = defaultdict(list)
-    for _ in range(repeats):
-        for name, run in runs.items():
-            samples[name].append(run(steps))
+    """`repeats` samples of each, so that a slow minute of the machine counts for all, and in another order each time:
+    none always comes behind the same one, whose threads may still spin."""
+    samples: dict[str, list[Sample]] = {name: [] for name in runs}
+    for turn in range(repeats):
+        for name in random.Random(turn).sample(list(runs), len(runs)):
+            samples[name].append(runs[name](steps))
     return samples
 
 

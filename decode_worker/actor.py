@@ -210,8 +210,9 @@ class RemoteWorker:
         raise RuntimeError(f"Ray's {server} died while the decode worker was in {name}; run the command again")
 
     def close(self) -> None:
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(self._actor.close.remote(), timeout=CLOSE_S)
+        """Generations under way end with an error. Idempotent; an actor that does not answer is killed."""
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.get(self._control("close").remote(), timeout=CLOSE_S)
         ray.kill(self._actor)
 
     def _control(self, name: str) -> Any:

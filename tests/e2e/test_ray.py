@@ -117,3 +117,17 @@ def test_what_is_cancelled_before_the_actor_begins_it_never_runs(
         list(remote.generate(Request(random_ids(200, 11), 2)))
     with AdminClient.connect(daemon.socket, daemon.broker) as admin:
         assert admin.get_status().packs == 0, "the cancelled prompt was computed and stored"
+
+
+@pytest.mark.timeout(180)
+def test_an_actor_closes_although_calls_of_generate_have_all_its_threads(
+    running_ray: None, endless: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode_worker.actor.CONCURRENCY", 1)
+    monkeypatch.setattr("decode_worker.actor.CLOSE_S", 170.0)
+    remote = RemoteWorker(endless)
+    generating = remote.generate(LONG)
+    next(generating)
+    remote.close()
+    with pytest.raises((ValueError, RuntimeError), match=r"was closed|died"):
+        list(generating)

@@ -380,6 +380,11 @@ class Engine:
     # --- binding ---
 
     @property
+    def finished(self) -> bool:
+        """Whether the daemon has ended this worker, or has missed a deadline: close it and make another."""
+        return self.client.gone or self.transport.poisoned
+
+    @property
     def free_slots(self) -> int:
         """How many more sessions can be opened."""
         return len(self._free_slots) + len(self._unclosed)

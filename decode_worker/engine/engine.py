@@ -372,7 +372,7 @@ class Engine:
 
     def index_bytes(self, session: Session) -> int:
         """Of the session's packs: index and record -> token maps."""
-        return sum(pack.index.index_bytes + pack.order.nbytes for pack in session.packs)
+        return sum(pack.nbytes for pack in session.packs)
 
     def close(self) -> None:
         self._resources.close()

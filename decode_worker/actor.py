@@ -152,7 +152,7 @@ class RemoteWorker:
             if asked and ray.wait(asked, timeout=0)[0]:
                 progress(*ray.get(asked.pop()))
             if not asked:
-                asked.append(self._actor.progress.options(concurrency_group=CONTROL).remote())
+                asked.append(self._control("progress").remote())
 
         report: PrefillReport = self._call("prefill_document", ids, meanwhile=ask)
         return report
@@ -174,8 +174,10 @@ class RemoteWorker:
                     output: Output = ray.get(answer)
                 yield output
         finally:
-            if not ended:
-                self._actor.cancel.options(concurrency_group=CONTROL).remote(request.key)
+            # Whoever closes it may be the collector, after Ray's end: a call would start another Ray.
+            if not ended and ray.is_initialized():
+                ray.cancel(answers)  # the actor may not have begun it, and knows no key then
+                self._control("cancel").remote(request.key)
 
     def _call(self, name: str, *args: Any, meanwhile: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
         with self._explaining(name):
@@ -208,9 +210,13 @@ class RemoteWorker:
         raise RuntimeError(f"Ray's {server} died while the decode worker was in {name}; run the command again")
 
     def close(self) -> None:
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(self._actor.close.remote(), timeout=CLOSE_S)
+        """Generations under way end with an error. Idempotent; an actor that does not answer is killed."""
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.get(self._control("close").remote(), timeout=CLOSE_S)
         ray.kill(self._actor)
+
+    def _control(self, name: str) -> Any:
+        return getattr(self._actor, name).options(concurrency_group=CONTROL)
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from decode_worker.retrieval.index import IndexFormatError, PackIndex
 from kvstore_service.client import PackRef, SidecarKey, StoreClient, StoreError
 
 UNPUBLISHED_MAX = 64
+KEPT_BYTES_MAX = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,25 @@ class IndexedPack:
     def tokens(self) -> int:
         return self.ref.tokens
 
+    @property
+    def nbytes(self) -> int:
+        return self.order.nbytes + self.index.index_bytes
+
 
 class PackCatalogue:
-    """Loads maps and index sidecars of committed packs from the daemon, and keeps the most recently used ones.
+    """Loads maps and index sidecars of committed packs from the daemon. What sessions have is shared; the most recently
+    used ones are kept beyond that, up to `kept_bytes_max`.
 
     Thread-safe."""
 
-    def __init__(self, client: StoreClient, retriever: Retriever, packs_max: int = 4096) -> None:
+    def __init__(self, client: StoreClient, retriever: Retriever, kept_bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._client = client
         self._retriever = retriever
-        self._packs_max = packs_max
+        self._kept_bytes_max = kept_bytes_max
         self._lock = threading.Lock()
-        self._packs: OrderedDict[tuple[bytes, bytes], IndexedPack] = OrderedDict()
+        self._packs: WeakValueDictionary[tuple[bytes, bytes], IndexedPack] = WeakValueDictionary()
+        self._kept: OrderedDict[tuple[bytes, bytes], IndexedPack] = OrderedDict()
+        self._kept_bytes = 0
         self._unpublished: list[IndexedPack] = []
         self.sidecars_refused = 0
 
@@ -103,9 +112,12 @@ class PackCatalogue:
         key = (pack.ref.pack_id, pack.ref.build)
         with self._lock:
             self._packs[key] = pack
-            self._packs.move_to_end(key)
-            while len(self._packs) > self._packs_max:
-                self._packs.popitem(last=False)
+            if (old := self._kept.pop(key, None)) is not None:
+                self._kept_bytes -= old.nbytes
+            self._kept[key] = pack
+            self._kept_bytes += pack.nbytes
+            while self._kept_bytes > self._kept_bytes_max:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def _sidecar_key(self, ref: PackRef) -> SidecarKey:
         return SidecarKey(ref.pack_id, ref.build, self._retriever.name, self._retriever.parameters)

@@ -71,15 +71,20 @@ class Transport:
             client.guard(self.require_daemon)
             undo.pop_all()
 
+    @property
+    def poisoned(self) -> bool:
+        """Whether there was a RingTimeout, whichever ring it was."""
+        return self.decode.poisoned or self.bulk.poisoned
+
     def require_alive(self) -> None:
-        """Raises RingPoisoned after a RingTimeout, whichever ring it was."""
-        if self.decode.poisoned or self.bulk.poisoned:
+        """Raises RingPoisoned after a RingTimeout."""
+        if self.poisoned:
             raise _native.RingPoisoned("the store missed a deadline: this worker is finished, make a new one")
 
     def require_daemon(self) -> None:
         """StoreError (DEADLINE_EXCEEDED) once a ring is poisoned, or the daemon's heartbeat is older than any wait."""
         silence_ns = time.monotonic_ns() - self.bulk.heartbeat_ns()
-        if self.decode.poisoned or self.bulk.poisoned or silence_ns > self.wait_us * 1000 + BEAT_MARGIN_NS:
+        if self.poisoned or silence_ns > self.wait_us * 1000 + BEAT_MARGIN_NS:
             raise StoreError("DEADLINE_EXCEEDED", "the store does not answer: this worker is finished, make a new one")
 
     def post(self, ticket: Ticket) -> Posted:

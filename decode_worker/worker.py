@@ -76,7 +76,7 @@ class Worker:
 
         With settings that cannot be had the worker goes on with those that it has."""
         with self._lock:
-            self._require_open()
+            self._require_ready()
             if self._scheduler.busy:
                 raise ValueError("the worker is generating; other settings need an idle one")
             config, model = self._engine.config, self._engine.model
@@ -111,8 +111,8 @@ class Worker:
             if progress is not None:
                 progress(done, total)
 
+        scheduler, generation = self._submit(Request(ids, 1), show)
         with self._explaining():
-            scheduler, generation = self._submit(Request(ids, 1), show)
             *_, last = scheduler.stream(generation)
         assert last.usage is not None, "the last output of a text says what it took"
         return PrefillReport(len(ids), last.usage.stored, last.usage.prefill_s)
@@ -184,15 +184,15 @@ class Worker:
         """Continues a prompt until `new_tokens`, one of its stops or an end-of-sequence token. Requests of several
         threads are decoded together, as many at a time as there are slots; closing the iterator cancels its own."""
         request = replace(request, stop_ids=request.stop_ids | self._engine.tokenizer.eos_ids)
+        scheduler, generation = self._submit(request, progress)
         with self._explaining():
-            scheduler, generation = self._submit(request, progress)
             yield from scheduler.stream(generation)
 
     def _submit(
         self, request: Request, progress: Callable[[int, int], None] | None
     ) -> tuple[Scheduler[Session], Generation[Session]]:
         with self._lock:  # an engine is replaced only while nothing is submitted to its scheduler
-            self._require_open()
+            self._require_ready()
             return self._scheduler, self._scheduler.submit(request, progress)
 
     def cancel(self, key: str) -> None:
@@ -207,13 +207,21 @@ class Worker:
         with self._lock:
             self._closed = True
             self._scheduler.end(ValueError("the worker was closed while it was generating"))
-            self._lock.leave(self._engine.close)
-        if self._admin is not None:
-            self._admin.close()
+            self._lock.leave(self._close_engine)
 
-    def _require_open(self) -> None:
+    def _require_ready(self) -> None:
+        """Joins the daemon anew if the engine is finished, once what ran on it has ended."""
         if self._closed:
             raise ValueError("the worker is closed; make another one")
+        if self._engine.finished and not self._scheduler.busy:
+            self._close_engine()
+            self._join(self._engine.config, self._engine.model)
+
+    def _close_engine(self) -> None:
+        self._engine.close()
+        if self._admin is not None:
+            self._admin.close()
+            self._admin = None
 
     @contextlib.contextmanager
     def _closing(self, session: Session) -> Iterator[None]:
@@ -228,17 +236,19 @@ class Worker:
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
         """The engine, for one thread alone."""
-        with self._lock, self._explaining():
-            self._require_open()
-            yield
+        with self._lock:
+            self._require_ready()
+            with self._explaining():
+                yield
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
         """Failures in words for whoever waits for the answer."""
+        engine = self._engine
         try:
             yield
         except (StoreError, _native.RingError) as error:
-            raise explained(error, self._engine.config, self._engine.client) from error
+            raise explained(error, engine.config, engine.client) from error
 
     def _greedy(self, session: Session, logits: torch.Tensor, new_tokens: int) -> Iterator[int]:
         """From float32 logits [vocab] on."""

@@ -372,12 +372,17 @@ class Engine:
 
     def index_bytes(self, session: Session) -> int:
         """Of the session's packs: index and record -> token maps."""
-        return sum(pack.index.index_bytes + pack.order.nbytes for pack in session.packs)
+        return sum(pack.nbytes for pack in session.packs)
 
     def close(self) -> None:
         self._resources.close()
 
     # --- binding ---
+
+    @property
+    def finished(self) -> bool:
+        """Whether the daemon has ended this worker, or has missed a deadline: close it and make another."""
+        return self.client.gone or self.transport.poisoned
 
     @property
     def free_slots(self) -> int:

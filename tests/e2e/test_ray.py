@@ -14,12 +14,13 @@ from decode_worker.actor import RemoteWorker, local_ray
 from decode_worker.config import WorkerConfig
 from decode_worker.scheduler import Request
 from decode_worker.worker import Answer, Worker
-from kvstore_service.client import StoreError
+from kvstore_service.client import AdminClient, StoreError
 from tests.support.daemon_process import Daemon
 
-from .conftest import random_ids
+from .conftest import random_checkpoint, random_ids
 
 QUESTIONS = 3
+LONG = Request(random_ids(200, 9), 16000)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,17 @@ def config(daemon: Daemon, checkpoint: Path) -> WorkerConfig:
     return WorkerConfig(
         model=checkpoint, socket=Path(daemon.socket), broker=Path(daemon.broker), context=2048, profile="off"
     )
+
+
+@pytest.fixture(scope="module")
+def endless_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its texts have no end of their own."""
+    return random_checkpoint(tmp_path_factory.mktemp("endless"), seed=7, eos_token_id=None)
+
+
+@pytest.fixture
+def endless(config: WorkerConfig, endless_checkpoint: Path) -> WorkerConfig:
+    return replace(config, model=endless_checkpoint, context=16384)
 
 
 def ask(worker: Worker | RemoteWorker) -> list[list[int]]:
@@ -87,3 +99,35 @@ def test_an_actor_generates_for_several_callers_at_once(running_ray: None, confi
             assert dict(enumerate(together)) == expected
         with pytest.raises(ValueError, match="empty"):
             list(remote.generate(Request([], 4)))
+
+
+@pytest.mark.timeout(180)
+def test_what_is_cancelled_before_the_actor_begins_it_never_runs(
+    running_ray: None, endless: WorkerConfig, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode_worker.actor.CONCURRENCY", 1)
+    with RemoteWorker(replace(endless, recent=16000)) as remote:  # so the first one seals nothing
+        first = remote.generate(LONG)
+        next(first)
+        with monkeypatch.context() as patch:
+            patch.setattr(remote, "_call_s", 0.0)
+            with pytest.raises(TimeoutError):
+                list(remote.generate(Request(random_ids(1024, 10), 1)))
+        first.close()  # type: ignore[attr-defined]
+        list(remote.generate(Request(random_ids(200, 11), 2)))
+    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+        assert admin.get_status().packs == 0, "the cancelled prompt was computed and stored"
+
+
+@pytest.mark.timeout(180)
+def test_an_actor_closes_although_calls_of_generate_have_all_its_threads(
+    running_ray: None, endless: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode_worker.actor.CONCURRENCY", 1)
+    monkeypatch.setattr("decode_worker.actor.CLOSE_S", 170.0)
+    remote = RemoteWorker(endless)
+    generating = remote.generate(LONG)
+    next(generating)
+    remote.close()
+    with pytest.raises((ValueError, RuntimeError), match=r"was closed|died"):
+        list(generating)

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
-from decode_worker.actor import PORT_VARIABLE, local_ray
+from decode_worker.actor import PORT_VARIABLE, RemoteWorker, local_ray
+from decode_worker.config import WorkerConfig
+from decode_worker.scheduler import Request
+from kvstore_service.client.private import PrivateDaemon
 
 from .conftest import StartTerminal
 from .terminal import alive, headgate, nothing_left
@@ -26,6 +30,20 @@ def test_a_taken_port_is_said_at_once(home: Path, monkeypatch: pytest.MonkeyPatc
         said = f"{PORT_VARIABLE}={port}: Address already in use"
         with nothing_left(home), pytest.raises(RuntimeError, match=said), local_ray():
             pass
+
+
+@pytest.mark.timeout(120)
+def test_a_text_that_outlives_ray_starts_no_other(
+    home: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(home))
+    with PrivateDaemon(home / "data", "16MiB") as daemon:
+        config = WorkerConfig(checkpoint, Path(daemon.socket), Path(daemon.broker), context=4096, profile="off")
+        with local_ray():
+            text = RemoteWorker(config).generate(Request([1, 2, 3], 4000))
+            next(text)
+        text.close()  # type: ignore[attr-defined]
+        assert not ray.is_initialized()
 
 
 @pytest.mark.timeout(120)

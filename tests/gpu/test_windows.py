@@ -15,6 +15,7 @@ from decode_worker.window import gdr as gdr_module
 from kvstore_service.client import AdminClient, RingGeometry, StoreClient, StoreError
 from tests.support.daemon_process import Daemon
 from tests.support.gpu_double import GpuDouble, gpu_double
+from tests.support.pretend_gpu import PretendGpu
 from tests.support.world import LAYOUT, TOKENS, TestWorker, expected
 
 TEARDOWN = ["gdr_unmap", "gdr_unpin_buffer", "cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
@@ -53,8 +54,8 @@ def connect(daemon: Daemon, name: str) -> StoreClient:
 
 def transport(client: StoreClient, *kinds: str) -> Transport:
     return Transport(
-        client, slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096, decode_ring=RING, bulk_ring=RING,
-        wait_ms=10_000, window_kinds=kinds,
+        client, PretendGpu(), slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096, decode_ring=RING, bulk_ring=RING,
+        wait_ms=10_000, windows=kinds,
     )  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def test_a_worker_gets_a_window_that_it_can_map(daemon: Daemon) -> None:
         assert isinstance(mapped.window, gdr_module.GdrWindow)
         mapped.close()
     with connect(daemon, "strange") as client, pytest.raises(StoreError, match=r"gdr, shm.*pigeon") as refused:
-        transport(client, "pigeon")
+        client.register_worker(1, WINDOW_BYTES, 4096, [RING], window_kinds=("pigeon",))
     assert refused.value.code == "FAILED_PRECONDITION"
 
 

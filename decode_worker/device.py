@@ -135,13 +135,18 @@ class _CudaArray:
 
 def device_of(kernels: str) -> Device:
     """Where the kernel set of this name runs. ValueError if this machine has no such device."""
-    if kernels != "triton" or _interpreted():
+    if not gpus_of(kernels):
         return Host()
     if not torch.cuda.is_available():
         raise ValueError(
             "kernels='triton' needs a GPU that torch can use; set TRITON_INTERPRET=1 to interpret them, slowly"
         )
     return Gpu()
+
+
+def gpus_of(kernels: str) -> int:
+    """How many GPUs a worker with the kernel set of this name takes. ValueError if its kernels cannot be had."""
+    return int(kernels == "triton" and not _interpreted())
 
 
 def _interpreted() -> bool:

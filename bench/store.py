@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native, packing
+from decode_worker.device import Host
 from decode_worker.engine.prefix import reservations
 from decode_worker.policy.plan import RUN_DTYPE, gather_runs
 from decode_worker.records import RecordFormat
@@ -58,15 +59,17 @@ class StoredDocument:
             lane_bytes = self.places * self.records.record_bytes
             self.transport = Transport(
                 self.client,
+                Host(),
                 slots=1,
                 window_bytes=self.layers * self.lanes * lane_bytes,
                 staging_bytes=STAGING_BYTES,
                 decode_ring=self._ring,
                 bulk_ring=RingGeometry(8, max(8, self.lanes), 1),
                 wait_ms=WAIT_MS,
+                windows=("shm",),
             )
             stack.callback(self.transport.close)
-            self.transport.window.bytes[:] = 0  # every page is there before the first figure
+            self.transport.window.tensor.zero_()  # every page is there before the first figure
             self._bind(lane_bytes)
             self._resources = stack.pop_all()
         return self

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from decode_worker.actor import worker_actor
 from decode_worker.config import DEFAULTS, KEYS, ConfigError, WorkerConfig
+from decode_worker.device import gpus_of
 from kvstore_service.shared.settings import Parser, add_flags
 
 NAMESPACE = "headgate"
@@ -37,6 +38,7 @@ def place_workers(config: WorkerConfig) -> list[str]:
             get_if_exists=True,
             lifetime="detached",
             max_restarts=-1,
+            num_gpus=gpus_of(config.kernels),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(config)
         for node in nodes

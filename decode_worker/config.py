@@ -15,6 +15,7 @@ from decode_worker.policy.cache.base import CACHES
 from decode_worker.policy.presets import PRESETS
 from decode_worker.policy.reuse.base import REUSES
 from decode_worker.retrieval.base import RETRIEVERS
+from decode_worker.window import WINDOWS
 from kvstore_service.shared.settings import (
     ConfigError,
     Key,
@@ -71,6 +72,9 @@ class WorkerConfig:
     wait_ms: int = 2000
     stale: str = "use"
     kernels: str = "cpu"
+    window: str = "auto"
+    graph: str = "auto"
+    sync: str = "flags"
     threads: int = 1
     seed: int = 0
 
@@ -174,6 +178,19 @@ KEYS = (
     Key("wait_ms", None, count(1, 600_000), "deadline of every wait for the daemon"),
     Key("stale", None, choice("use", "fail"), "after a failed fetch: use the old set, or fail"),
     Key("kernels", None, choice(*KERNELS.names), "which kernels run a step"),
+    Key(
+        "window",
+        None,
+        choice("auto", *WINDOWS.names),
+        "how records reach the kernels' memory; auto: the best that can be had",
+    ),
+    Key("graph", None, choice("auto", "off"), "steps replayed as one graph of the device; auto: where it has them"),
+    Key(
+        "sync",
+        None,
+        choice("flags", "layer"),
+        "flags: a step is never waited for; layer: the host waits at each layer, to compare",
+    ),
     Key("threads", None, count(1, 1024), "threads of the worker's kernels"),
     Key("seed", None, count(0, 1 << 62), "seed of sampling"),
 )

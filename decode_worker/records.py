@@ -67,10 +67,10 @@ class RecordFormat:
         part[record_end : record_end + 2 * tokens] = order.view(np.uint8)
         return at
 
-    def unpack(self, raw: NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
+    def unpack(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Records uint8 [..., record_bytes] -> K, V [..., d] in the storage dtype."""
         half = self.head_dim * self.torch_dtype.itemsize
-        pair = torch.from_numpy(np.ascontiguousarray(raw[..., : 2 * half])).view(self.torch_dtype)
+        pair = raw[..., : 2 * half].contiguous().view(self.torch_dtype)
         return pair[..., : self.head_dim], pair[..., self.head_dim :]
 
     def _head_bytes(self, tokens: int) -> int:

@@ -7,12 +7,13 @@ import math
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker import _native
+from decode_worker.device import Device
 from decode_worker.policy.plan import NO_PAIRS, Ticket
 from decode_worker.window.base import WINDOWS
 from decode_worker.work import Pieces
@@ -35,6 +36,7 @@ class Transport:
     def __init__(
         self,
         client: StoreClient,
+        device: Device,
         *,
         slots: int,
         window_bytes: int,
@@ -42,10 +44,12 @@ class Transport:
         decode_ring: RingGeometry,
         bulk_ring: RingGeometry,
         wait_ms: int,
-        window_kinds: Sequence[str] = ("shm",),
+        windows: Sequence[str],
     ) -> None:
-        """window_kinds: those that its kernels can work on; StoreError (FAILED_PRECONDITION) if the daemon has none."""
+        """windows: by name, the best first; StoreError (FAILED_PRECONDITION) if the daemon has the kind of none.
+        `device` is closed with it."""
         self.client = client
+        self._device = device
         self.wait_us = wait_ms * 1000
         memory = client.register_worker(
             slots=slots,
@@ -53,15 +57,17 @@ class Transport:
             staging_bytes=staging_bytes,
             rings=[decode_ring, bulk_ring],
             wait_ms=wait_ms,
-            window_kinds=window_kinds,
+            window_kinds=[WINDOWS[name].kind for name in windows],
         )
         self.pack_tokens = memory.pack_tokens
         self._posted: deque[Posted] = deque()  # bulk tickets, the oldest first
         self._next_seq = 0
         self._moved_s = 0.0  # when a bulk ticket was posted, or a run of one was last seen to have ended
         with contextlib.closing(memory), contextlib.ExitStack() as undo:
-            self.window = WINDOWS[memory.window_kind](memory.window_fd, memory.window_bytes)
+            kind = next(WINDOWS[name] for name in windows if WINDOWS[name].kind == memory.window_kind)
+            self.window = kind(memory.window_fd, memory.window_bytes, device)
             undo.callback(self.window.close)
+            undo.callback(device.close)
             self.window.self_test()
             self._staging_map = mmap.mmap(memory.staging_fd, staging_bytes)
             self.staging = Staging(self, np.frombuffer(self._staging_map, dtype=np.uint8))
@@ -75,6 +81,19 @@ class Transport:
     def poisoned(self) -> bool:
         """Whether there was a RingTimeout, whichever ring it was."""
         return self.decode.poisoned or self.bulk.poisoned
+
+    @contextlib.contextmanager
+    def steps(self) -> Iterator[None]:
+        """While the device may post. RingPoisoned."""
+        if self._device.wakes:
+            yield
+            return
+        self.decode.begin_steps()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(_native.RingPoisoned):  # then nobody looks for what it posts any more
+                self.decode.end_steps()
 
     def require_alive(self) -> None:
         """Raises RingPoisoned after a RingTimeout."""
@@ -136,6 +155,7 @@ class Transport:
         return not self._posted or self._next_seq - self._posted[0].seq < self.bulk.tickets
 
     def close(self) -> None:
+        self._device.close()
         self.decode.close()
         self.bulk.close()
         self.window.close()

@@ -22,7 +22,7 @@ from decode_worker.scheduler import Generation, Output, Request, Scheduler
 from decode_worker.turns import Turns
 from kvstore_service.client import AdminClient, StoreError
 
-LOADED_WITH = ("model", "context", "compute")  # settings that loaded weights depend on
+LOADED_WITH = ("model", "context", "compute", "kernels")  # settings that loaded weights depend on
 
 
 @dataclass(frozen=True)

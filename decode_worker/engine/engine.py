@@ -10,6 +10,8 @@ import torch
 
 from decode_worker.calibration.profile import Profile
 from decode_worker.config import WorkerConfig
+from decode_worker.device import device_of
+from decode_worker.engine.graphs import Graphs
 from decode_worker.engine.pack_reader import PackReader
 from decode_worker.engine.prefill import Prefill, Prefilled, Progress, StoredPrefix, computing, reusable
 from decode_worker.engine.prefix import candidates
@@ -64,8 +66,9 @@ class Engine:
         self.config = config
         checkpoint = Checkpoint.open(config.model)
         shape, compute = checkpoint.config, STORAGE_DTYPES[config.compute][1]
+        self.device = device_of(config.kernels)
         self.tokenizer = Tokenizer.load(config.model, shape.vocab)
-        self.model = model or Transformer.load(checkpoint, config.context, compute)
+        self.model = model or Transformer.load(checkpoint, config.context, compute, self.device.torch_device)
         self.records = RecordFormat(shape.kv_heads, shape.head_dim, config.storage)
         kind = KindSpec(shape.kv_heads, shape.head_dim, self.records.code, self.records.record_bytes)
         fingerprint = checkpoint.fingerprint(config.context, compute, config.storage, LAYOUT_VERSION)
@@ -74,7 +77,7 @@ class Engine:
             config.profile, shape, directory=config.model, eta=config.eta, p=config.p, margin=config.margin
         )
         self.retriever = make_retriever(config.retriever, shape, profile)
-        self.policy = make_policy(config, shape, self.records, profile, self.retriever)
+        self.policy = make_policy(config, shape, self.records, profile, self.retriever, self.device.torch_device)
         self._provenance = provenance(config, self.policy)
         self._free_slots = list(range(config.slots))[::-1]
         self._open_sessions: set[Session] = set()
@@ -109,14 +112,18 @@ class Engine:
             self.records, self.policy, self.transport, self._writer, self._calls,
             provenance=self._provenance, slot_bytes=self.slot_bytes,
         )  # fmt: skip
+        window = self.transport.window
         context = StepContext(
-            self.policy.settings, self.policy.state, self.retriever, self.transport.window.bytes,
+            self.policy.settings, self.policy.state, self.retriever, self.device, window.tensor, window.landing,
             self.transport.decode, dtype=self.records.code, record_bytes=self.records.record_bytes,
             scale=self.model.scale, threads=config.threads, stale_fails=config.stale == "fail",
             wait_us=self.transport.wait_us,
         )  # fmt: skip
         products = PRODUCTS[config.kernels](self.model, config.slots, config.threads, config.weights)
-        self.loop = DecodeLoop(self.policy, products, self.transport, KERNELS[config.kernels](context))
+        graphs = Graphs(self.device) if config.graph == "auto" and self.device.graphs else None
+        self.loop = DecodeLoop(
+            self.policy, products, self.transport, KERNELS[config.kernels](context), graphs, config.sync == "layer"
+        )
 
     def _connect_rings(self) -> Transport:
         config, shape = self.config, self.model.config
@@ -127,12 +134,16 @@ class Engine:
         pairs_max = runs_max * (int(largest.selected.max()) + config.sink)
         return Transport(
             self.client,
+            self.device,
             slots=config.slots,
             window_bytes=config.slots * largest.slot_bytes,
             staging_bytes=config.staging_bytes,
-            decode_ring=RingGeometry(_power_of_two(2 * shape.layers), runs_max, pairs_max),
+            decode_ring=RingGeometry(
+                _power_of_two(2 * shape.layers), runs_max, pairs_max, device=not self.device.wakes
+            ),
             bulk_ring=RingGeometry(BULK_TICKETS, BULK_RUNS_MAX, BULK_PAIRS_MAX),
             wait_ms=config.wait_ms,
+            windows=self.device.windows if config.window == "auto" else (config.window,),
         )
 
     # --- sessions ---
@@ -430,6 +441,7 @@ class Engine:
         )
         self.policy.set_epoch(slot, session.epoch)
         yield from self.transport.run(self.policy.bind_tickets(slot, BULK_RUNS_MAX, BULK_PAIRS_MAX))
+        self.transport.window.take(slot * self.slot_bytes, session.geometry.window_bytes)
 
     def _continue_prompt(self, session: Session, prefilled: Prefilled) -> Pieces[None]:
         """Writes the prompt's tokens behind the last pack into the tail, and fetches what its last query selects."""

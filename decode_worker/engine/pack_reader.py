@@ -75,9 +75,9 @@ class PackReader:
 
     def _held(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [count, H, d] at the front of the layer's lanes."""
-        raw = np.empty((count, self._geometry.kv_heads, self._records.record_bytes), np.uint8)
+        raw = torch.empty((count, self._geometry.kv_heads, self._records.record_bytes), dtype=torch.uint8)
         for head in range(self._geometry.kv_heads):
             at = int(self._windows[layer, head, 0])
-            lane = self._transport.window.bytes[at : at + count * self._records.record_bytes]
-            raw[:, head] = lane.reshape(count, -1)
+            lane = self._transport.window.landing[at : at + count * self._records.record_bytes]
+            raw[:, head] = lane.view(count, -1)
         return self._records.unpack(raw)

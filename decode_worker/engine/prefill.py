@@ -131,8 +131,8 @@ class Prefill:
     ) -> Pieces[Prefilled]:
         model = self._model
         stored = drafts[-1][1].stop if drafts else prefix.tokens if prefix else 0
-        positions = torch.arange(len(ids))
-        x = model.embed(torch.tensor(ids[prefix.tokens if prefix else 0 :]))
+        positions = torch.arange(len(ids), device=model.device)
+        x = model.embed(torch.tensor(ids[prefix.tokens if prefix else 0 :], device=model.device))
         result = Prefilled([], torch.empty(0), [], [])
         before = x[-1:]  # the input of the layer before: what a speculative query is made from
         for layer in range(model.config.layers):
@@ -142,11 +142,13 @@ class Prefill:
             if keep_rest:
                 result.rest.append((keys[stored:].clone(), values[stored:].clone()))
             if drafts:
-                importance = self._importance(queries, keys)
+                importance = self._importance(queries, keys).cpu()
                 yield None
                 for draft, span in drafts:
-                    yield from self._writer.store(draft, layer, keys[span], values[span], importance[:, span])
-        result.logits = model.logits(x[-1:])[0]
+                    yield from self._writer.store(
+                        draft, layer, keys[span].cpu(), values[span].cpu(), importance[:, span]
+                    )
+        result.logits = model.logits(x[-1:])[0].cpu()
         return result
 
     def _layer(
@@ -164,11 +166,11 @@ class Prefill:
         """
         config, tokens, before = self._model.config, len(positions), len(positions) - len(x)
         shape = (tokens, config.kv_heads, config.head_dim)
-        keys, values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
+        keys, values = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
         if prefix is not None:
             keys[:before], values[:before] = yield from prefix.read(layer)
         last_layer = layer == config.layers - 1
-        queries = torch.empty(0, config.q_heads, config.head_dim, dtype=x.dtype)
+        queries = x.new_empty(0, config.q_heads, config.head_dim)
         out = x[-1:] if last_layer else torch.empty_like(x)
         for offset, chunk in _chunks(x):
             self._alive()
@@ -192,7 +194,7 @@ class Prefill:
         n, _, d = queries.shape
         tokens, kv_heads, _ = keys.shape
         grouped = queries.float().view(n, kv_heads, -1, d)
-        mass = torch.empty(kv_heads, tokens)
+        mass = torch.empty(kv_heads, tokens, device=keys.device)
         for head in range(kv_heads):  # a head at a time bounds the scores' memory
             scores = grouped[:, head].reshape(-1, d) @ keys[:, head].float().T * self._model.scale
             mass[head] = scores.softmax(dim=1).sum(dim=0)

@@ -187,8 +187,8 @@ class Sealer:
             resident = settings.resident[layer, head]
             places = tokens if resident else int(geometry.first_tail[layer, head]) + tokens % settings.tail
             offset = session.slot * self._slot_bytes + int(geometry.offsets[layer, head])
-            lane = self._transport.window.bytes[
+            lane = self._transport.window.tensor[
                 offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes
             ]
-            records.append(lane.reshape(-1, geometry.record_bytes)[places])
-        return self._records.unpack(np.stack(records, axis=1))
+            records.append(lane.view(-1, geometry.record_bytes)[torch.from_numpy(places)].cpu())
+        return self._records.unpack(torch.stack(records, dim=1))

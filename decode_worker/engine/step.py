@@ -10,11 +10,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from decode_worker import _native
+from decode_worker.engine.graphs import Graphs
 from decode_worker.failures import INTERRUPTED_S
 from decode_worker.kernels.base import Kernels, Rows
 from decode_worker.kernels.products.base import Products
@@ -52,15 +55,22 @@ class DecodeLoop:
         products: Products,
         transport: Transport,
         kernels: Kernels,
+        graphs: Graphs | None = None,
+        layerwise: bool = False,
     ) -> None:
+        """graphs: steps are padded to the next power of two rows and replayed. layerwise: the host waits for the device
+        before each layer's `arrive`, as LiteCache's rival does (figure 7a)."""
         self.kernels = kernels
+        self._graphs = graphs
+        self._layerwise = layerwise
         policy.tell(kernels)
         self._policy = policy
         self._products = products
         self._transport = transport
+        self._device = kernels.context.device
         self._layers = policy.settings.layers
         self._rows = Rows(policy.settings.slots)
-        self._lse = torch.empty(products.query.shape[:2], dtype=torch.float32)
+        self._lse = torch.empty_like(products.query[..., 0])
         self._lines: dict[int, list[Launch]] = {}
         self.steps = 0
         self.spent_ns: Counter[str] = Counter()  # phase -> ns
@@ -69,6 +79,8 @@ class DecodeLoop:
     def close(self) -> None:
         """Lets go of the window."""
         self._lines.clear()
+        if self._graphs is not None:
+            self._graphs.clear()
         self.kernels.close()
 
     def step(
@@ -81,13 +93,16 @@ class DecodeLoop:
         all of them: RingTimeout (the daemon is gone), and from then on RingPoisoned.
         """
         self._transport.require_alive()
-        self._begin(slots, positions)
-        self._products.tokens[: len(tokens)] = torch.tensor(tokens)
-        self._products.positions[: len(positions)] = torch.tensor(positions)
+        rows = len(slots) if self._graphs is None else _padded(len(slots), len(self._rows.slot))
+        self._begin(slots, positions, rows)
+        self._products.place(tokens, positions)
         self._policy.state.counters[STEPS] += 1
-        self._run(self.line(len(slots)))
+        with self._transport.steps():
+            self._carry_out(rows)
+            logits = self._products.logits[: len(slots)].to("cpu", copy=True)
+        self.kernels.raise_for_error()
         self.steps += 1
-        return self._products.logits[: len(slots)].clone(), self._faults(slots)
+        return logits, self._faults(slots)
 
     def seed(self, slot: int, position: int, queries: Sequence[torch.Tensor]) -> Pieces[None]:
         """First sets and labels of a slot, from the queries [Hq, d] of the last prompt token, one per layer, each made
@@ -103,7 +118,10 @@ class DecodeLoop:
         self._transport.require_alive()
         self._begin([slot], [position])
         look_up = Launch("look_up", layer, self.kernels.look_up, (layer, query, kind))
-        self._run([look_up, Launch("arrive", layer, self.kernels.await_ticket, (layer,))])
+        with self._transport.steps():
+            self._run([look_up, Launch("arrive", layer, self.kernels.await_ticket, (layer,))])
+            self._device.wait()
+        self.kernels.raise_for_error()
         (fault,) = self._faults([slot])
         if fault is not None:
             raise fault
@@ -145,6 +163,22 @@ class DecodeLoop:
     def _selects_by(self, layer: int, kind: QueryKind) -> bool:
         return self._policy.selects(layer) and self._policy.query_kind(layer) == kind
 
+    def _carry_out(self, rows: int) -> None:
+        for i, part in enumerate(self._parts(self.line(rows))):
+            if self._graphs is None:
+                self._run(part)
+            else:
+                self._graphs.run((rows, i), partial(self._run, part))
+            if self._layerwise:
+                self._device.wait()
+
+    def _parts(self, line: Sequence[Launch]) -> list[Sequence[Launch]]:
+        """What runs without a look of the host: all, unless `layerwise`."""
+        if not self._layerwise:
+            return [line]
+        cuts = [0, *(i for i, launch in enumerate(line) if launch.phase == "arrive"), len(line)]
+        return [line[first:end] for first, end in pairwise(cuts)]
+
     def _run(self, line: Sequence[Launch]) -> None:
         clock, spent = time.monotonic_ns, self.spent_ns
         started = before = clock()
@@ -161,8 +195,8 @@ class DecodeLoop:
             self.kernels.settle(self._transport.wait_us if isinstance(error, Exception) else INTERRUPTED_US)
             raise
 
-    def _begin(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        self._rows.set(slots, positions)
+    def _begin(self, slots: Sequence[int], positions: Sequence[int], rows: int = 0) -> None:
+        self._rows.set(slots, positions, rows)
         self.kernels.begin(self._rows, self.steps & 0x7FFFFFFF)
 
     def _faults(self, slots: Sequence[int]) -> list[Exception | None]:
@@ -174,3 +208,8 @@ class DecodeLoop:
             tail = self._policy.settings.tail
             return TailFull(f"a tail of {tail} tokens is full of tokens that no pack holds; raise tail")
         return fault_of(code) if code else None
+
+
+def _padded(rows: int, most: int) -> int:
+    """A graph for every number of rows would be many graphs."""
+    return min(1 << (rows - 1).bit_length(), most)

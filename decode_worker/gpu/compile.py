@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from decode_worker import _native
+from decode_worker.device import Host
 from decode_worker.kernels.base import Rows, StepContext
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.plan import QueryKind
@@ -108,10 +109,22 @@ def launch_all(dtype: torch.dtype, group: int, d: int, rows: int = 4, heads: int
     settings = made_settings(2 * d * dtype.itemsize, group, d, rows, heads)
     state = HeadState(settings)
     retriever = HashRetriever(np.zeros((2, heads, d, 256), np.float32), np.zeros((2, heads, d), np.float32))
-    window = np.zeros(64 * settings.record_bytes, np.uint8)
+    window = torch.zeros(64 * settings.record_bytes, dtype=torch.uint8)
     ring = cast(_native.RingProducer, NobodysRing(tickets=8, runs_max=rows * heads, pairs_max=4096))
     context = StepContext(
-        settings, state, retriever, window, ring, STORAGE[dtype], settings.record_bytes, d**-0.5, 1, False, 10**6
+        settings,
+        state,
+        retriever,
+        Host(),
+        window,
+        window,
+        ring,
+        STORAGE[dtype],
+        settings.record_bytes,
+        d**-0.5,
+        1,
+        False,
+        10**6,
     )
     kernels = TritonKernels(context)
     row = Rows(rows)
@@ -123,7 +136,7 @@ def launch_all(dtype: torch.dtype, group: int, d: int, rows: int = 4, heads: int
     kernels.attend(1, query, query, torch.zeros(rows, heads * group))
     kernels.plan(1, query, QueryKind.SPECULATIVE)
     kernels.commit(1, None)
-    pairs, words = torch.zeros((8, 4096, 2), dtype=torch.int32), torch.from_numpy(window).view(torch.int32)
+    pairs, words = torch.zeros((8, 4096, 2), dtype=torch.int32), window.view(torch.int32)
     wishes = arrive.Wishes(2, rows * heads, state.parity.device)
     for offsets in (None, torch.zeros((8, 4096), dtype=torch.int64)):
         gather.gather(state, 1, wishes, pairs, offsets, words, words, settings.record_bytes, 8)

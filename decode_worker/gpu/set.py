@@ -1,7 +1,7 @@
 """`triton`: the kernels for a GPU (decode_worker/gpu/kernels), which the interpreter of Triton runs on a CPU.
 
 What a step does is launches and nothing else: none of its decisions is Python's. What the host must know of a step that
-went wrong, `error` and `state.fault` hold; `begin` of the next step raises what concerned all rows.
+went wrong, `error` and `state.fault` hold; `raise_for_error` behind it reads the former.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
-from decode_worker.gpu.kernels import append, arrive, attend, encode, post, select
+from decode_worker.gpu.kernels import append, arrive, attend, encode, gather, post, select
 from decode_worker.gpu.kernels.arrive import AUX, FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS
 from decode_worker.gpu.kernels.begin import clear_faults
 from decode_worker.gpu.kernels.delta import Delta, find_delta
@@ -25,6 +25,7 @@ from decode_worker.retrieval.view import StoredPack
 STORAGE = {
     _native.DTYPE_FLOAT32: torch.float32, _native.DTYPE_BFLOAT16: torch.bfloat16, _native.DTYPE_FLOAT16: torch.float16
 }  # fmt: skip
+GATHER_PROGRAMS = 32
 _ERRORS: dict[int, tuple[type[_native.RingError], str]] = {
     LATE.value: (_native.RingTimeout, "a ticket is not done within the deadline; the ring is poisoned"),
     POISONED.value: (_native.RingPoisoned, "the ring is poisoned"),
@@ -54,18 +55,18 @@ class TritonKernels(Kernels):
         self._projection = torch.empty(0, device=device)
         if isinstance(context.retriever, HashRetriever):
             self._projection = torch.from_numpy(context.retriever.projection.copy()).to(device)
-        self._window = torch.from_numpy(context.window).view(STORAGE[context.dtype])
+        self._records = context.window.view(STORAGE[context.dtype])
         self._attend_scratch = attend.AttendScratch(shape.slots, shape.heads, shape.group, shape.head_dim, device)
         self._error = torch.zeros(1, dtype=torch.int32, device=device)
         self._requests: post.Requests | None = None
         if context.ring is not None:
-            self._requests, cells = post.map_ring(context.ring, device, self._error)
+            self._requests, cells = post.map_ring(context.ring, context.device, self._error)
             self._completions = arrive.Completions(
                 cells, self._requests.own_poison, self._requests.peer_poison, self._error
             )
 
     def close(self) -> None:
-        del self._window, self._requests, self.context
+        del self._records, self._requests, self.context
         self.__dict__.pop("_completions", None)
 
     def extend(self, slot: int, pack: StoredPack) -> None:
@@ -75,7 +76,6 @@ class TritonKernels(Kernels):
         self._index.clear(slot)
 
     def begin(self, rows: Rows, step: int) -> None:
-        self.raise_for_error()
         self._rows = rows.count
         self._slots.copy_(rows.slot)
         self._positions.copy_(rows.position)
@@ -83,7 +83,6 @@ class TritonKernels(Kernels):
         clear_faults(self.context.state, self._slots, self._rows)
 
     def raise_for_error(self) -> None:
-        """RingError for what concerned all rows since the last time: the host reads the device's word."""
         code = int(self._error)
         if code:
             self._error.zero_()
@@ -143,9 +142,15 @@ class TritonKernels(Kernels):
     def _await(self, layer: int, timeout_us: int) -> None:
         if self._requests is None or not self._selects[layer]:
             return
+        context = self.context
         arrive.await_ticket(
-            self.context.state, layer, self._wishes, self._completions, timeout_us * 1000, self.context.stale_fails
+            context.state, layer, self._wishes, self._completions, timeout_us * 1000, context.stale_fails
         )
+        if context.landing is not context.window:
+            gather.gather(
+                context.state, layer, self._wishes, self._requests.pairs, None, context.landing.view(torch.int32),
+                context.window.view(torch.int32), context.record_bytes, GATHER_PROGRAMS,
+            )  # fmt: skip
 
     def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None:
         if statuses is not None:
@@ -161,7 +166,7 @@ class TritonKernels(Kernels):
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         context = self.context
         append.append(
-            context.state, self._slots, self._positions, layer, key, value, self._window, context.record_bytes
+            context.state, self._slots, self._positions, layer, key, value, self._records, context.record_bytes
         )
 
     def settle(self, timeout_us: int) -> None:
@@ -173,6 +178,6 @@ class TritonKernels(Kernels):
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         context = self.context
         attend.attend(
-            context.state, self._slots, self._positions, layer, query, out, lse, self._window, context.record_bytes,
+            context.state, self._slots, self._positions, layer, query, out, lse, self._records, context.record_bytes,
             context.scale, self._attend_scratch,
         )  # fmt: skip

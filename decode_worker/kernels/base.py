@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
+from decode_worker.device import Device
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.plan import QueryKind, Ticket
 from decode_worker.policy.settings import PolicySettings
@@ -31,12 +32,15 @@ from decode_worker.retrieval.view import StoredPack
 
 @dataclass(frozen=True, eq=False)
 class StepContext:
-    """What a kernel set works on. `window`: uint8, all slots; `ring`: None for a set whose tickets others carry out."""
+    """What a kernel set works on. `window`, `landing`: decode_worker/window/base.py; `ring`: None for a set whose
+    tickets others carry out."""
 
     settings: PolicySettings
     state: HeadState
     retriever: Retriever
-    window: NDArray[np.uint8]
+    device: Device
+    window: torch.Tensor
+    landing: torch.Tensor
     ring: _native.RingProducer | None
     dtype: int  # of stored K and V: enum Dtype in csrc/core/pack.h
     record_bytes: int
@@ -54,10 +58,12 @@ class Rows:
         self.position = torch.zeros(slots, dtype=torch.int32)
         self.count = 0
 
-    def set(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        self.count = len(slots)
-        self.slot[: self.count] = torch.tensor(slots, dtype=torch.int32)
-        self.position[: self.count] = torch.tensor(positions, dtype=torch.int32)
+    def set(self, slots: Sequence[int], positions: Sequence[int], count: int = 0) -> None:
+        """count: of rows, if there are to be more than slots; those have slot -1."""
+        self.count = max(len(slots), count)
+        self.slot[len(slots) : self.count] = -1
+        self.slot[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
+        self.position[: len(slots)] = torch.tensor(positions, dtype=torch.int32)
 
 
 class Kernels(ABC):
@@ -85,6 +91,9 @@ class Kernels(ABC):
     @abstractmethod
     def begin(self, rows: Rows, step: int) -> None:
         """Rows of the step to come; valid until the next call. Clears their faults."""
+
+    def raise_for_error(self) -> None:  # noqa: B027  most sets raise at once
+        """Behind a step: RingError for what concerned all its rows, of a set that could not raise within it."""
 
     @abstractmethod
     def look_up(self, layer: int, query: torch.Tensor, kind: QueryKind) -> None:

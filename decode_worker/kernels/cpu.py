@@ -33,7 +33,7 @@ class CpuKernels(Kernels):
             partial(_select, retriever, self._views),  # not a method: Step would hold its own holder
             retriever.projection if isinstance(retriever, HashRetriever) else None,
             context.ring,
-            context.window,
+            context.window.numpy(),
             reuses=settings.reuse.by_label,
             keeps=settings.cache.keeps,
             whole=settings.cache.whole,

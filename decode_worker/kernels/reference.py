@@ -267,7 +267,7 @@ class ReferenceKernels(Kernels):
     def _lane(self, layer: int, slot: int, head: int) -> NDArray[np.uint8]:
         """The window from a head's place 0 on, uint8[places, record_bytes]."""
         size, first = self.context.record_bytes, int(self.context.state.base[layer, slot, head])
-        window = self.context.window[first:]
+        window = self.context.window.numpy()[first:]
         return window[: len(window) // size * size].reshape(-1, size)
 
     def _flip(self, layer: int, wish: Wish) -> None:

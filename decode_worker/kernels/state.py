@@ -41,7 +41,7 @@ class HeadState:
     label               float32[.., g, d], of kind `label_kind` (QueryKind); cover, generation: int32
     """
 
-    def __init__(self, settings: PolicySettings) -> None:
+    def __init__(self, settings: PolicySettings, device: torch.device | str = "cpu") -> None:
         largest = settings.geometry(settings.context, settings.context)
         places = int(largest.selected.max())
         units = (int(largest.capacity.max()) + settings.spare_max(settings.context)) // settings.unit
@@ -53,37 +53,38 @@ class HeadState:
         )  # fmt: skip
         heads, lanes, slots = self._grid, (settings.layers, settings.kv_heads), (settings.slots,)
         sides = (2, *heads)
-        self.held = torch.full((*sides, units), -1, dtype=torch.int32)
-        self.held_places = torch.full((*sides, units), -1, dtype=torch.int32)
-        self.held_count = torch.zeros(sides, dtype=torch.int32)
-        self.places = torch.full((*sides, places), -1, dtype=torch.int32)
-        self.count = torch.zeros(sides, dtype=torch.int32)
-        self.label = torch.zeros((*sides, settings.group, settings.head_dim), dtype=torch.float32)
-        self.label_kind = torch.zeros(sides, dtype=torch.int8)
-        self.cover = torch.zeros(sides, dtype=torch.int32)
-        self.generation = torch.zeros(sides, dtype=torch.int32)
+        with torch.device(device):
+            self.held = torch.full((*sides, units), -1, dtype=torch.int32)
+            self.held_places = torch.full((*sides, units), -1, dtype=torch.int32)
+            self.held_count = torch.zeros(sides, dtype=torch.int32)
+            self.places = torch.full((*sides, places), -1, dtype=torch.int32)
+            self.count = torch.zeros(sides, dtype=torch.int32)
+            self.label = torch.zeros((*sides, settings.group, settings.head_dim), dtype=torch.float32)
+            self.label_kind = torch.zeros(sides, dtype=torch.int8)
+            self.cover = torch.zeros(sides, dtype=torch.int32)
+            self.generation = torch.zeros(sides, dtype=torch.int32)
 
-        self.parity = torch.zeros(heads, dtype=torch.uint8)
-        self.issued = torch.zeros(heads, dtype=torch.int32)  # the latest generation that was asked for
-        self.stamp = torch.zeros((*heads, units), dtype=torch.int32)  # of each unit place (policy/cache)
-        self.base = torch.zeros(heads, dtype=torch.int64)  # byte offset of place 0
-        self.selected = torch.zeros(heads, dtype=torch.int32)  # k, in units
-        self.capacity = torch.zeros(heads, dtype=torch.int32)  # in units
-        self.chosen = torch.zeros(heads, dtype=torch.int64)  # units that selections took so far
-        self.missing = torch.zeros(heads, dtype=torch.int64)  # of those, what had to be fetched
+            self.parity = torch.zeros(heads, dtype=torch.uint8)
+            self.issued = torch.zeros(heads, dtype=torch.int32)  # the latest generation that was asked for
+            self.stamp = torch.zeros((*heads, units), dtype=torch.int32)  # of each unit place (policy/cache)
+            self.base = torch.zeros(heads, dtype=torch.int64)  # byte offset of place 0
+            self.selected = torch.zeros(heads, dtype=torch.int32)  # k, in units
+            self.capacity = torch.zeros(heads, dtype=torch.int32)  # in units
+            self.chosen = torch.zeros(heads, dtype=torch.int64)  # units that selections took so far
+            self.missing = torch.zeros(heads, dtype=torch.int64)  # of those, what had to be fetched
 
-        layer, head = np.indices(lanes)
-        stagger = (layer * settings.kv_heads + head) % STAGGER
-        self.tau = torch.from_numpy(np.ascontiguousarray(settings.tau, np.float32))
-        self.weights = torch.from_numpy(np.ascontiguousarray(settings.weights, np.float32))
-        self.resident = torch.from_numpy(np.ascontiguousarray(settings.resident, np.uint8))
-        self.forced_from = torch.from_numpy((settings.tail - 1 - stagger).astype(np.int32))  # of position - cover
+            layer, head = np.indices(lanes)
+            stagger = (layer * settings.kv_heads + head) % STAGGER
+            self.tau = torch.tensor(settings.tau, dtype=torch.float32)
+            self.weights = torch.tensor(settings.weights, dtype=torch.float32)
+            self.resident = torch.tensor(settings.resident, dtype=torch.uint8)
+            self.forced_from = torch.tensor(settings.tail - 1 - stagger, dtype=torch.int32)  # of position - cover
 
-        self.stored = torch.zeros(slots, dtype=torch.int32)  # N
-        self.first_position = torch.full(slots, -1, dtype=torch.int32)  # the first step's, which is in no ratio
-        self.epoch = torch.zeros(slots, dtype=torch.int64)
-        self.fault = torch.zeros(slots, dtype=torch.int32)  # of the present step; 0: none
-        self.counters = torch.zeros(len(Counters.NAMES), dtype=torch.int64)
+            self.stored = torch.zeros(slots, dtype=torch.int32)  # N
+            self.first_position = torch.full(slots, -1, dtype=torch.int32)  # the first step's, which is in no ratio
+            self.epoch = torch.zeros(slots, dtype=torch.int64)
+            self.fault = torch.zeros(slots, dtype=torch.int32)  # of the present step; 0: none
+            self.counters = torch.zeros(len(Counters.NAMES), dtype=torch.int64)
 
     @property
     def _grid(self) -> tuple[int, int, int]:

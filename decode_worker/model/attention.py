@@ -1,4 +1,4 @@
-"""Causal attention of a prefill chunk over all keys so far, on the CPU."""
+"""Causal attention of a prefill chunk over all keys so far."""
 
 import torch
 from torch import Tensor
@@ -46,5 +46,10 @@ def _past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The kernel below scaled_dot_product_attention, which also returns the log-sum-exp."""
+    if q.is_cuda:  # for any dtype; it pads the sums
+        output, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
+        return output, sums[..., : q.shape[-2]]
     output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return output, sums

@@ -48,10 +48,10 @@ class PackListener(Protocol):
 class Policy:
     """Slots, the sessions bound to them, and the state of their heads. Not thread-safe."""
 
-    def __init__(self, settings: PolicySettings, retriever: Retriever) -> None:
+    def __init__(self, settings: PolicySettings, retriever: Retriever, device: torch.device | str = "cpu") -> None:
         self.settings = settings
         self.retriever = retriever
-        self.state = HeadState(settings)
+        self.state = HeadState(settings, device)
         self._views: list[View | None] = [None] * settings.slots
         self._geometries: list[WindowGeometry | None] = [None] * settings.slots
         self._offsets = [0] * settings.slots
@@ -140,7 +140,7 @@ class Policy:
         offloaded = torch.from_numpy(~self.settings.resident)
         if not offloaded.any():
             return self.settings.context - position
-        cover = int(self.state.current_cover(slot)[offloaded].min())
+        cover = int(self.state.current_cover(slot).cpu()[offloaded].min())
         return min(cover, self.view(slot).stored) + self.settings.tail - position
 
     def selects(self, layer: int) -> bool:
@@ -162,7 +162,7 @@ class Policy:
         while the new one arrives. None as long as no head has missed.
 
         A head that has less must give its old set up first; what it spares, another one can use."""
-        chosen, missing = self.state.chosen.sum(1).numpy(), self.state.missing.sum(1).numpy()
+        chosen, missing = self.state.chosen.sum(1).cpu().numpy(), self.state.missing.sum(1).cpu().numpy()
         offloaded = np.logical_not(self.settings.resident)
         if not chosen[offloaded].any() or self.settings.attended is not None or self.settings.unit > 1:
             return None
@@ -180,7 +180,12 @@ class Policy:
 
 
 def make_policy(
-    config: WorkerConfig, model: ModelConfig, records: RecordFormat, profile: Profile, retriever: Retriever
+    config: WorkerConfig,
+    model: ModelConfig,
+    records: RecordFormat,
+    profile: Profile,
+    retriever: Retriever,
+    device: torch.device | str = "cpu",
 ) -> Policy:
     """The policy that `config.policy` names, with the parts of it that `config` chooses otherwise."""
     preset = PRESETS[config.policy]
@@ -210,4 +215,4 @@ def make_policy(
         cos_floor=config.cos_floor,
         speculative=config.query == "speculative",
     )
-    return Policy(settings, retriever)
+    return Policy(settings, retriever, device)

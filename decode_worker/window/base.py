@@ -1,30 +1,43 @@
 """The memory of a worker's places as the worker sees it, whatever the daemon does to fill it."""
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
+from decode_worker.device import Device
 from decode_worker.kernels.registry import Registry
 
 
 class Window(ABC):
-    """`bytes`: a uint8 array over all slots' places, valid until `close`; empty where no CPU reaches them.
-    The daemon names the kind."""
+    """All slots' places. `kind`: what the daemon must make of its end (docs/architecture.md).
 
-    bytes: NDArray[np.uint8]
+    tensor    uint8, where kernels find them, on their device
+    landing   uint8, where the daemon delivers; the same tensor, unless kernels fetch it from there
+    """
+
+    kind: ClassVar[str]
+    tensor: torch.Tensor
+    landing: torch.Tensor
 
     @abstractmethod
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, device: Device) -> None:
         """fd: what the daemon handed out for it; the caller closes it."""
 
     @abstractmethod
     def self_test(self) -> None:
         """Before anything is delivered: RuntimeError unless what is written at one end is seen at the other."""
 
+    def take(self, first: int, size_bytes: int) -> None:
+        """What the host's own tickets have delivered there is where kernels find it, from now on."""
+        if self.landing is not self.tensor:
+            part = slice(first, first + size_bytes)
+            self.tensor[part] = self.landing[part]
+
     @abstractmethod
     def close(self) -> None:
-        """`bytes` is empty afterwards. Idempotent."""
+        """Both are empty afterwards. Idempotent. What kernels do with them must have ended."""
 
 
+EMPTY = torch.empty(0, dtype=torch.uint8)
 WINDOWS: Registry[type[Window]] = Registry("window")

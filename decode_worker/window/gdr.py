@@ -3,7 +3,8 @@
 import numpy as np
 
 from decode_worker._native import WINDOW_PROBE, ImportedWindow
-from decode_worker.window.base import WINDOWS, Window
+from decode_worker.device import Device
+from decode_worker.window.base import EMPTY, WINDOWS, Window
 
 CUDA_LIBRARY = "libcuda.so.1"
 GPU = 0  # of those that this process sees
@@ -11,24 +12,14 @@ GPU = 0  # of those that this process sees
 
 @WINDOWS.register("gdr")
 class GdrWindow(Window):
-    """`torch.as_tensor(window, device="cuda")` is the window as a tensor; `bytes` is empty, as no CPU reaches it.
+    """What is imported stays valid when the daemon dies."""
 
-    What is imported stays valid when the daemon dies."""
+    kind = "gdr"
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, device: Device) -> None:
         self._size_bytes = size_bytes
         self._imported = ImportedWindow(fd, size_bytes, CUDA_LIBRARY, GPU)
-        self.bytes = np.empty(0, np.uint8)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        return {
-            "shape": (self._size_bytes,),
-            "typestr": "|u1",
-            "data": (self._imported.address, False),
-            "strides": None,
-            "version": 3,
-        }
+        self.tensor = self.landing = device.at(self._imported.address, size_bytes)
 
     def self_test(self) -> None:
         """The daemon has stored the probe into the first and the last line."""
@@ -43,4 +34,5 @@ class GdrWindow(Window):
             self._imported.write(at, np.zeros(len(WINDOW_PROBE), np.uint8))
 
     def close(self) -> None:
+        self.tensor = self.landing = EMPTY
         self._imported.close()

@@ -367,7 +367,7 @@ def assert_window_is_stored(worker: Engine, session: Session, stored: NDArray[np
     geometry = session.geometry
     for layer, head, records, places in sets_of(worker, session):
         first = session.slot * worker.slot_bytes + int(geometry.offsets[layer, head])
-        lane = worker.transport.window.bytes[first : first + int(geometry.places[layer, head]) * geometry.record_bytes]
-        held = lane.reshape(-1, geometry.record_bytes)[places]
+        lane = worker.transport.window.tensor[first : first + int(geometry.places[layer, head]) * geometry.record_bytes]
+        held = lane.numpy().reshape(-1, geometry.record_bytes)[places]
         assert len(np.unique(places)) == len(places)
         np.testing.assert_array_equal(held, stored[layer, head, records])

@@ -1,33 +1,92 @@
-"""The kernels for a GPU, interpreted, in an engine on a real daemon: the same tokens as the CPU's."""
+"""The kernels for a GPU, interpreted, in an engine on a real daemon: the same tokens as the CPU's, over each window."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 
+from decode_worker.config import WorkerConfig
+from decode_worker.engine import engine as engine_module
+from decode_worker.engine.engine import Engine
+from decode_worker.policy.counters import Counters
+from decode_worker.policy.settings import STAGGER
+from decode_worker.window import WINDOWS
+from decode_worker.window import gdr as gdr_module
+from tests.support.daemon_process import Daemon
+from tests.support.gpu_double import GpuDouble, gpu_double
 from tests.support.interpreter import bounded, patched_once
+from tests.support.pretend_gpu import PretendGpu
 
-from .conftest import EngineFactory, random_ids
+from .conftest import LAYERS, random_ids, worker_settings
 
 __all__ = ["bounded", "patched_once"]
-STEPS = 4
+STEPS = 3  # made launch by launch, captured, replayed
+# Least tails: after two steps the first session's is sealed, and its index grows.
+SETTINGS = {"retriever": "hash", "recent": 1, "tail": 256 + STAGGER + 2, "slots": 4, "wait_ms": 60_000, "eta": 0.1}
+PROMPTS = (1023, 300, 530)
 
 
-@pytest.mark.timeout(200)
-def test_an_engine_on_triton_kernels_says_what_one_on_the_cpus_says(
-    engine: EngineFactory, bounded: None, patched_once: None
-) -> None:
-    prompt = random_ids(760, 95)
-    results = []
-    for kernels in ("cpu", "triton"):
-        worker = engine(retriever="hash", kernels=kernels, recent=16, tail=400, slots=2, wait_ms=30_000, eta=0.1)
-        session, logits = worker.prefill(prompt, growth=STEPS)
-        seen = [logits]
-        for _ in range(STEPS):
-            seen.append(worker.step([session], [int(seen[-1].argmax())])[0])
-        results.append((torch.stack(seen), worker.policy.counters))
-        worker.close_session(session)
-    (right, counted), (mine, counted_too) = results
+@pytest.fixture
+def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDouble]:
+    with gpu_double(tmp_path) as double:
+        monkeypatch.setattr(gdr_module, "CUDA_LIBRARY", double.library)
+        yield double
+        assert double.faults() == []
+
+
+@pytest.fixture
+def gpu_daemon(tmp_path: Path, double: GpuDouble) -> Iterator[Daemon]:
+    """Has windows in its GPU's memory."""
+    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
+    with Daemon(tmp_path, options=("--nvme-bytes=1GiB", "--copy-threads=1", *libraries)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
+    """What kernels=triton runs on."""
+    gpu = PretendGpu()
+    device_of = engine_module.device_of
+    monkeypatch.setattr(engine_module, "device_of", lambda kernels: gpu if kernels == "triton" else device_of(kernels))
+    return gpu
+
+
+def decoded(daemon: Daemon, checkpoint: Path, expected: str, **settings: object) -> tuple[torch.Tensor, Counters]:
+    """Logits of steps of one session, then of three, of which one grows; and what they count."""
+    config = WorkerConfig(**worker_settings(daemon, checkpoint, **SETTINGS, **settings))
+    with closing(Engine(config)) as engine:
+        assert type(engine.transport.window) is WINDOWS[expected]
+        sessions, last = zip(*(engine.prefill(random_ids(n, n), growth=2 * STEPS) for n in PROMPTS), strict=True)
+        stored, seen = sessions[0].stored, list(last)
+        for together in (1, len(sessions)):
+            for _ in range(STEPS):
+                tokens = [int(row.argmax()) for row in last[:together]]
+                last = (*engine.step(sessions[:together], tokens), *last[together:])
+                seen += last
+                if sessions[0].sealing is not None:
+                    sessions[0].sealing.finish()
+        assert sessions[0].stored > stored, "the index has grown"
+        return torch.stack(seen), engine.policy.counters
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    ("window", "settings"),
+    [("gdr", {}), ("bounce", {"window": "bounce", "sync": "layer"})],
+    ids=["gdr", "bounce-layer"],
+)
+def test_an_engine_on_a_gpu_says_what_one_on_the_cpu_says(
+    gpu_daemon: Daemon, double: GpuDouble, checkpoint: Path, gpu: PretendGpu, window: str, settings: dict[str, str],
+    bounded: None, patched_once: None,
+) -> None:  # fmt: skip
+    right, counted = decoded(gpu_daemon, checkpoint, "shm")
+    mine, counted_too = decoded(gpu_daemon, checkpoint, window, kernels="triton", **settings)
     torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-3)
     assert mine.argmax(-1).tolist() == right.argmax(-1).tolist()
     assert counted_too == counted
     assert counted.records_moved > 0
     assert counted.hits > 0
+    parts = LAYERS + 1 if "sync" in settings else 1
+    assert [graph.replays for graph in gpu.made] == [STEPS - 2] * 2 * parts, "of one row, and of four"

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import torch
 
+from decode_worker.device import Host
 from decode_worker.kernels.base import Rows, StepContext
 from decode_worker.kernels.reference import STORAGE, ReferenceKernels
 from decode_worker.kernels.state import HeadState
@@ -49,9 +50,10 @@ class Heads:
         order = rng.permutation(slots)
         bound = [int(slot) if i == 0 or rng.random() < 0.8 else -1 for i, slot in enumerate(order)]
         self.rows.set(bound, positions[order].tolist())
+        window = torch.from_numpy(self.window)
         self.context = StepContext(
-            self.settings, self.state, RandomRetriever(0), self.window, None, DTYPES[dtype], self.record_bytes,
-            d**-0.5, 1, stale_fails, 1000,
+            self.settings, self.state, RandomRetriever(0), Host(), window, window, None, DTYPES[dtype],
+            self.record_bytes, d**-0.5, 1, stale_fails, 1000,
         )  # fmt: skip
 
     def _fill(self, slot: int, geometry) -> int:
@@ -80,7 +82,7 @@ class Heads:
     def reference(self, keeps_faults: bool = False) -> ReferenceKernels:
         """On a copy of state and window, at the beginning of a step, or behind what its row has a fault of."""
         values = {name: getattr(self.context, name) for name in StepContext.__dataclass_fields__}
-        copied = copy.deepcopy({"state": self.state, "window": self.window})
+        copied = copy.deepcopy({"state": self.state, "window": self.context.window})
         kernels = ReferenceKernels(StepContext(**{**values, **copied}))
         kernels.begin(self.rows, 1)
         if keeps_faults:

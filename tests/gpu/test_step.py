@@ -113,7 +113,7 @@ def test_without_credit_a_row_keeps_its_old_set_and_the_next_step_says_so(rng, r
     assert torch.equal(ring_words(ring), before[2]), "the area of a ticket that is not consumed is not touched"
     assert Counters.of(state.counters.tolist()).stale == 2
     with pytest.raises(_native.NoCredit, match="not consumed an earlier ticket"):
-        twins.begin({0: 796})
+        twins.triton.kernels.raise_for_error()
     ring.answer(4, np.full((2, 2), (1, 0), np.uint32))
     miss_everywhere(twins, ring, 796, 5, consumed=True)
 
@@ -136,7 +136,7 @@ def test_a_ticket_of_ones_own_that_was_not_collected_gives_no_credit(rng):
     look_up(twins, 1)
     assert not ring.posted(3)
     with pytest.raises(_native.NoCredit):
-        twins.begin({0: 791})
+        twins.triton.kernels.raise_for_error()
     ring.close()
 
 
@@ -150,7 +150,7 @@ def test_a_poisoned_ring_takes_no_ticket(rng, ring):
     twins.triton.kernels.settle(WAIT_US)
     assert twins.triton.faults() == [_native.FAULT_NOT_POSTED], "there was no old set"
     with pytest.raises(_native.RingPoisoned):
-        twins.begin({0: 791})
+        twins.triton.kernels.raise_for_error()
 
 
 @pytest.mark.parametrize("limits", [{"runs_max": 1}, {"pairs_max": 50}])
@@ -162,7 +162,7 @@ def test_misses_that_do_not_fit_a_ticket_are_not_posted(rng, limits):
     look_up(twins, 0)
     assert not ring.posted(1)
     with pytest.raises(_native.RingError, match="do not fit a ticket"):
-        twins.begin({0: 791})
+        twins.triton.kernels.raise_for_error()
     ring.close()
 
 

@@ -15,10 +15,12 @@ from decode_worker.window import gdr as gdr_module
 from kvstore_service.client import AdminClient, RingGeometry, StoreClient, StoreError
 from tests.support.daemon_process import Daemon
 from tests.support.gpu_double import GpuDouble, gpu_double
+from tests.support.pretend_gpu import PretendGpu
 from tests.support.world import LAYOUT, TOKENS, TestWorker, expected
 
 TEARDOWN = ["gdr_unmap", "gdr_unpin_buffer", "cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
-RING = RingGeometry(4, 64, 4096)
+RING = RingGeometry(4, 64, 4096, device=True)
+STEPPING = 256  # struct RequestsHeader in csrc/core/ring.h
 WINDOW_BYTES = 1 << 20
 
 DOOMED = """
@@ -53,8 +55,8 @@ def connect(daemon: Daemon, name: str) -> StoreClient:
 
 def transport(client: StoreClient, *kinds: str) -> Transport:
     return Transport(
-        client, slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096, decode_ring=RING, bulk_ring=RING,
-        wait_ms=10_000, window_kinds=kinds,
+        client, PretendGpu(), slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096, decode_ring=RING, bulk_ring=RingGeometry(4, 64, 4096),
+        wait_ms=10_000, windows=kinds,
     )  # fmt: skip
 
 
@@ -87,8 +89,22 @@ def test_a_worker_gets_a_window_that_it_can_map(daemon: Daemon) -> None:
         assert isinstance(mapped.window, gdr_module.GdrWindow)
         mapped.close()
     with connect(daemon, "strange") as client, pytest.raises(StoreError, match=r"gdr, shm.*pigeon") as refused:
-        transport(client, "pigeon")
+        client.register_worker(1, WINDOW_BYTES, 4096, [RING], window_kinds=("pigeon",))
     assert refused.value.code == "FAILED_PRECONDITION"
+
+
+def test_a_device_may_post_within_steps_alone(daemon: Daemon) -> None:
+    with connect(daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        stepping = mapped.decode.requests[STEPPING : STEPPING + 8].view(np.uint64)
+        seen = []
+        for _ in range(2):
+            with mapped.steps():
+                seen.append(int(stepping[0]))
+            assert not stepping[0]
+        assert seen[0] != seen[1]
+        assert all(seen)
+        mapped.close()
 
 
 def test_status_and_log_say_why_there_are_no_windows_on_a_gpu(tmp_path: Path) -> None:

@@ -151,11 +151,13 @@ def test_what_lies_outside_is_refused(load):
     for name in PRODUCTS.names:
         products = PRODUCTS[name](model, 2, 1, "compute")
         for positions, tokens in (([MAX_POSITIONS, 0], [0, 0]), ([0, -1], [0, 0]), ([0, 0], [0, model.config.vocab])):
-            products.positions[:], products.tokens[:] = torch.tensor(positions), torch.tensor(tokens)
-            with pytest.raises(IndexError):
-                products.embed(2)
-        products.positions.zero_()
-        products.tokens.zero_()
+            with pytest.raises(IndexError, match=r"(token|position) -?\d+ is not in \[0, \d+\)"):
+                products.place(tokens, positions)
+            if name == "cpu":  # which looks once more, at the memory that it is about to read
+                products.positions[:], products.tokens[:] = torch.tensor(positions), torch.tensor(tokens)
+                with pytest.raises(IndexError):
+                    products.embed(2)
+        products.place([0, 0], [0, 0])
         products.embed(2)
     with pytest.raises(ValueError, match="3 rows"):
         products.embed(3) if name == "cpu" else PRODUCTS["cpu"](model, 2, 1, "compute").embed(3)

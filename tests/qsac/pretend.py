@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from decode_worker.device import Host
 from decode_worker.kernels.base import Rows, StepContext
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.policy.attended import attended_places
@@ -78,9 +79,12 @@ class Bench:
         self.state = self.policy.state
         self.slot_bytes = self.policy.geometry(settings.context).slot_bytes
         self.window = np.full(settings.slots * self.slot_bytes, 255, np.uint8)
+        window = torch.from_numpy(self.window)
         values = {"threads": 2, "stale_fails": False, "wait_us": 1000, **context}
         self.kernels = KERNELS[kernels](
-            StepContext(settings, self.state, retriever, self.window, None, 1, settings.record_bytes, 1.0, **values)
+            StepContext(
+                settings, self.state, retriever, Host(), window, window, None, 1, settings.record_bytes, 1.0, **values
+            )
         )
         self.policy.tell(self.kernels)
         self.rows = Rows(settings.slots)

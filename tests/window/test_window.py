@@ -2,9 +2,9 @@
 
 import os
 
-import numpy as np
 import pytest
 
+from decode_worker.device import Host
 from decode_worker.window.base import WINDOWS
 from kvstore_service._native import WINDOW_KINDS
 
@@ -24,19 +24,36 @@ def test_the_worker_knows_every_kind_of_the_daemon():
 
 
 def test_a_window_shows_what_is_delivered(fd):
-    window = WINDOWS["shm"](fd, SIZE)
+    window = WINDOWS["shm"](fd, SIZE, Host())
     window.self_test()
-    assert not window.bytes.any(), "the test leaves nothing behind"
+    assert not window.tensor.any(), "the test leaves nothing behind"
     os.pwrite(fd, b"record", 4096)
-    assert window.bytes[4096:4102].tobytes() == b"record"
+    assert bytes(window.tensor[4096:4102].tolist()) == b"record"
     window.close()
     window.close()
-    assert window.bytes.size == 0
+    assert len(window.tensor) == len(window.landing) == 0
 
 
 def test_a_window_that_is_not_shared_is_found_out(fd):
-    window = WINDOWS["shm"](fd, SIZE)
-    window.bytes = np.array(window.bytes)
+    window = WINDOWS["shm"](fd, SIZE, Host())
+    window.landing = window.landing.clone()
     with pytest.raises(RuntimeError, match="byte 0"):
         window.self_test()
     window.close()
+
+
+def test_a_bounced_window_is_filled_from_where_the_daemon_delivers(fd):
+    window = WINDOWS["bounce"](fd, SIZE, Host())
+    window.self_test()
+    os.pwrite(fd, b"record", 4096)
+    assert not window.tensor.any()
+    window.take(4096, 64)
+    assert bytes(window.tensor[4090:4112].tolist()) == bytes(6) + b"record" + bytes(10)
+    window.close()
+    window.close()
+    assert len(window.tensor) == len(window.landing) == 0
+
+
+def test_kernels_on_a_cpu_are_not_given_a_gpus_memory():
+    with pytest.raises(ValueError, match="--window shm or --kernels triton"):
+        Host().at(0, SIZE)

@@ -12,7 +12,6 @@ ticket that cannot be posted leaves its wishes without one: `arrive` settles the
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 
 from decode_worker import _native
+from decode_worker.device import Device
 from decode_worker.gpu.kernels.arrive import FIELDS, FIRST_PAIR, HAS_OLD_SET, HEAD, PAIRS, SLOT, Wishes
 from decode_worker.gpu.kernels.delta import Delta
 from decode_worker.gpu.launch import launch
@@ -56,11 +56,10 @@ class Requests:
     error: torch.Tensor
 
 
-def map_ring(ring: _native.RingProducer, device: torch.device, error: torch.Tensor) -> tuple[Requests, torch.Tensor]:
-    """The requests, and the cells: int64[tickets, runs_max, 2]. Valid until the ring is closed."""
-    at, requests, mapped = ring.layout, torch.from_numpy(ring.requests), ring.completions
-    # Read-only, which torch has no word for: nothing here writes to it.
-    completions = torch.frombuffer((ctypes.c_uint8 * mapped.size).from_address(mapped.ctypes.data), dtype=torch.uint8)
+def map_ring(ring: _native.RingProducer, device: Device, error: torch.Tensor) -> tuple[Requests, torch.Tensor]:
+    """The requests, and the cells: int64[tickets, runs_max, 2]. Valid until the ring or the device is closed."""
+    at, requests = ring.layout, device.share(ring.requests)
+    completions = device.share(ring.completions, read_only=True)
 
     def part(memory: torch.Tensor, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         size = int(np.prod(shape)) * dtype.itemsize
@@ -74,8 +73,8 @@ def map_ring(ring: _native.RingProducer, device: torch.device, error: torch.Tens
         own_poison=part(requests, "poison", torch.int64, 1),
         peer_poison=part(completions, "daemon_poison", torch.int64, 1),
         consumed=part(completions, "consumed", torch.int64, 1),
-        next_number=torch.ones(1, dtype=torch.int64, device=device),
-        claimed=torch.zeros(1, dtype=torch.int64, device=device),
+        next_number=torch.ones(1, dtype=torch.int64, device=device.torch_device),
+        claimed=torch.zeros(1, dtype=torch.int64, device=device.torch_device),
         error=error,
     ), part(completions, "cells", torch.int64, n, runs_max, 2)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,9 +14,10 @@ WEIGHTS = ("compute", "int8")  # what the layers' matrices are multiplied as
 
 
 class Products(ABC):
-    """Fixed tensors for `batch` rows, and calls that work on the first `rows` of them. Not thread-safe.
+    """Fixed tensors for `batch` rows, on the model's device, and calls that work on the first `rows` of them. Not
+    thread-safe.
 
-    A step writes `tokens` and `positions`, then calls embed; for each layer in order `layer`, and, before the next
+    A step says whose turn it is by `place`, then calls embed; for each layer in order `layer`, and, before the next
     call, writes `attention`; then finish. Only these calls change `query`, `key`, `value`, `next_query` and `logits`,
     which stay valid until the next one.
 
@@ -28,18 +29,27 @@ class Products(ABC):
     """
 
     def __init__(self, model: Transformer, batch: int) -> None:
-        config = model.config
+        config, device = model.config, model.device
+        self._vocab, self._declared_max = config.vocab, model.declared_max
         query, key = (batch, config.q_heads, config.head_dim), (batch, config.kv_heads, config.head_dim)
-        self.tokens = torch.zeros(batch, dtype=torch.int64)
-        self.positions = torch.zeros(batch, dtype=torch.int64)
-        self.query, self.next_query, self.attention = torch.zeros(3, *query, dtype=torch.float32).unbind()
-        self.key, self.value = torch.zeros(2, *key, dtype=torch.float32).unbind()
-        self.logits = torch.zeros(batch, config.vocab, dtype=torch.float32)
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.query, self.next_query, self.attention = torch.zeros(3, *query, device=device).unbind()
+        self.key, self.value = torch.zeros(2, *key, device=device).unbind()
+        self.logits = torch.zeros(batch, config.vocab, device=device)
+
+    def place(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """The first rows' tokens and their positions. IndexError for a token that the model lacks or a position that
+        is not below its declared maximum: a device could not say so."""
+        for what, values, end in (("token", tokens, self._vocab), ("position", positions, self._declared_max)):
+            if not 0 <= min(values) <= max(values) < end:
+                raise IndexError(f"{what} {min(values) if min(values) < 0 else max(values)} is not in [0, {end})")
+        self.tokens[: len(tokens)] = torch.tensor(tokens)
+        self.positions[: len(positions)] = torch.tensor(positions)
 
     @abstractmethod
     def embed(self, rows: int) -> None:
-        """Takes `tokens` and `positions`. IndexError for a token that the model lacks or a position that is not below
-        its declared maximum."""
+        """Takes `tokens` and `positions`."""
 
     @abstractmethod
     def layer(self, layer: int, rows: int, speculate: bool) -> None:

@@ -1,0 +1,79 @@
+"""The device of a worker: which one, and what is registered with the driver and given back."""
+
+import ctypes
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from decode_worker import device as device_module
+from decode_worker.device import Gpu, Host, device_of
+
+
+class Runtime:
+    """The runtime's two calls. Registered memory must be whole pages, once, and still mapped when it is given back."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, tuple[int, int]] = {}
+        self.log: list[str] = []
+        self.refuse = False
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.refuse:
+            return 2
+        assert address % mmap.PAGESIZE == 0
+        assert address not in self.registered
+        self.registered[address] = size, flags
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        np.frombuffer((ctypes.c_uint8 * self.registered.pop(address)[0]).from_address(address)).sum()
+        self.log.append("unregister")
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.log.append("wait"))
+    monkeypatch.setattr(Gpu, "at", lambda self, address, size: torch.zeros(size, dtype=torch.uint8))
+    return runtime
+
+
+def mapped(pages: int) -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE), np.uint8)
+
+
+def test_shared_memory_is_registered_and_given_back_once_the_device_is_idle(runtime: Runtime) -> None:
+    device = Gpu()
+    requests, completions = mapped(2), mapped(1)
+    assert len(device.share(requests)) == requests.nbytes
+    device.share(completions, read_only=True)
+    assert runtime.registered == {
+        requests.ctypes.data: (requests.nbytes, 1 | 2),
+        completions.ctypes.data: (completions.nbytes, 1 | 2 | 8),
+    }
+    device.close()
+    device.close()
+    assert runtime.registered == {}
+    assert runtime.log == ["wait", "unregister", "unregister"]
+
+
+def test_memory_that_the_driver_does_not_take_is_an_error(runtime: Runtime) -> None:
+    device = Gpu()
+    runtime.refuse = True
+    with pytest.raises(RuntimeError, match="cudaHostRegister failed: 2"):
+        device.share(mapped(1))
+    device.close()
+    assert runtime.log == []
+
+
+def test_kernels_name_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [type(device_of(kernels)) for kernels in ("cpu", "reference", "triton")] == [Host] * 3, "interpreted"
+    monkeypatch.setattr(device_module, "_interpreted", lambda: False)
+    with pytest.raises(ValueError, match="needs a GPU that torch can use; set TRITON_INTERPRET=1"):
+        device_of("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(device_of("triton"), Gpu)

@@ -341,7 +341,12 @@ class Uploads:
         assert worker.native_id is not None
         with native.errors():
             upload_id = self._plane.create_upload(str(self._path(row)), spec)
-            self._plane.own_upload(worker.native_id, upload_id)
+            try:
+                self._plane.own_upload(worker.native_id, upload_id)
+            except BaseException:  # its ring is poisoned, for one, and its connection lives on
+                with suppress(StoreError), native.errors():  # the first error is the one to tell
+                    self._plane.abort_upload(upload_id)
+                raise
         upload = Upload(upload_id, worker, session.session_id, row)
         with self._lock:
             self._uploads[upload_id] = upload

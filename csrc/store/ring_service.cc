@@ -342,10 +342,10 @@ void RingService::let_go(RunTask& t) {
 }
 
 void RingService::answer(RingWork& ring, TakenTicket& ticket, uint32_t index, Status status, Fault fault) {
+  Window& window = *ring.shard.worker.window;
+  if (!window.fence()) status = Status::kError, fault = Fault::kInternal;
   count(status);
   if (status == Status::kOk) ring.last_progress_ns = now_;
-  Window& window = *ring.shard.worker.window;
-  window.fence();
   if (!ring.consumer->complete(ticket, index, status, fault, window)) return;
   uint64_t now = now_ns();
   trace_.record({ring.consumer->id(), ticket.seq, uint64_t{ticket.step} << 16 | ticket.layer, ticket.seen_ns,

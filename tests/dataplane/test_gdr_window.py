@@ -147,10 +147,13 @@ def test_runs_end_in_errors_once_a_flush_has_failed(double, directory, rng):
         epoch = rig.bind(0, [pack], 512)
         runs = run(0, epoch, pair_count=64)
         assert rig.ask(OP_RANGE, 0, runs).tolist() == [[OK, 0]]
+        before = rig.plane.stats()
         double.set("ordering=0 fails=cuFlushGPUDirectRDMAWrites")
         assert rig.ask(OP_RANGE, 0, runs).tolist() == [[ERROR, INTERNAL]]
         double.set("ordering=0")
         assert rig.ask(OP_RANGE, 0, runs).tolist() == [[ERROR, INTERNAL]], "who knows what the device saw meanwhile"
+        after = rig.plane.stats()
+        assert (after["runs_ok"] - before["runs_ok"], after["runs_error"] - before["runs_error"]) == (0, 2)
         epoch = other.bind(0, [pack], 512)
         assert other.ask(OP_RANGE, 0, run(0, epoch, pair_count=64)).tolist() == [[OK, 0]]
     del rig, other

@@ -314,6 +314,7 @@ uint32_t GatherPath::copy_some(RunTask& t, Portion& p, uint64_t& cost) {
       }
       if (p.copied == use.count) ++p.next_use, p.copied = 0;
     }
+    t.shard->unfenced = true;
     window.deliver(from, to, count, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
     copied += count;
   } while (copied < limit && p.next_use < p.uses.size() && now_ns() < end_ns);

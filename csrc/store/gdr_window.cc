@@ -64,14 +64,13 @@ void GdrWindow::deliver(const uint8_t* const* from, const uint64_t* to, size_t c
   copy_records(from, mapping_, to, count, bytes, true);
 }
 
-void GdrWindow::fence() try { flush(); } catch (const DeviceError&) {
+bool GdrWindow::fence() try {
+  if (broken_.load(std::memory_order_relaxed)) return false;
+  flush();
+  return true;
+} catch (const DeviceError&) {
   broken_.store(true, std::memory_order_relaxed);
-}
-
-void GdrWindow::answer(Cell& cell, CellValue value) {
-  if (broken_.load(std::memory_order_relaxed))
-    value = {value.seq, uint32_t(Status::kError), uint32_t(Fault::kInternal)};
-  store_cell(cell, value);
+  return false;
 }
 
 void GdrWindow::flush() {

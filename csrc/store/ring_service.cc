@@ -342,10 +342,12 @@ void RingService::let_go(RunTask& t) {
 }
 
 void RingService::answer(RingWork& ring, TakenTicket& ticket, uint32_t index, Status status, Fault fault) {
+  Window& window = *ring.shard.worker.window;
+  // A fence of a device's window is a call of its driver: many runs that end at once must not cost one each.
+  if (ring.shard.unfenced) ring.shard.unfenced = !window.fence();
+  if (ring.shard.unfenced) status = Status::kError, fault = Fault::kInternal;
   count(status);
   if (status == Status::kOk) ring.last_progress_ns = now_;
-  Window& window = *ring.shard.worker.window;
-  window.fence();
   if (!ring.consumer->complete(ticket, index, status, fault, window)) return;
   uint64_t now = now_ns();
   trace_.record({ring.consumer->id(), ticket.seq, uint64_t{ticket.step} << 16 | ticket.layer, ticket.seen_ns,

@@ -28,7 +28,8 @@ struct Shard {
   std::map<uint32_t, std::shared_ptr<Upload>> uploads;
   std::unique_ptr<WorkerTurns> turns;
   std::vector<std::unique_ptr<RingWork>> rings;
-  bool closed = false;  // no ticket is taken and no run goes on any more
+  bool closed = false;    // no ticket is taken and no run goes on any more
+  bool unfenced = false;  // something was delivered behind which no fence stands
 
   // What is being given up, ring by ring: none of its runs begins any more.
   struct Leaving {

@@ -16,12 +16,13 @@ void ShmWindow::deliver(const uint8_t* const* from, const uint64_t* to, size_t c
 }
 
 // Stores that bypass the caches do not obey the release order of a cell.
-void ShmWindow::fence() {
+bool ShmWindow::fence() {
 #if defined(__x86_64__)
   _mm_sfence();
 #else
   std::atomic_thread_fence(std::memory_order_release);
 #endif
+  return true;
 }
 
 }  // namespace headgate

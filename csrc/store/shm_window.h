@@ -10,7 +10,7 @@ class ShmWindow : public Window {
  public:
   ShmWindow(int fd, uint64_t bytes) : memory_(fd, bytes, PROT_READ | PROT_WRITE, "window") {}
   void deliver(const uint8_t* const* from, const uint64_t* to, size_t count, uint32_t bytes, bool past_caches) override;
-  void fence() override;
+  bool fence() override;
   void answer(Cell& cell, CellValue value) override { store_cell(cell, value); }
 
  private:

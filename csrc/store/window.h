@@ -23,8 +23,9 @@ class Window {
   // past_caches: they are part of more than a cache holds. Called for many records at a time.
   virtual void deliver(const uint8_t* const* from, const uint64_t* to, size_t count, uint32_t bytes,
                        bool past_caches) = 0;
-  // Orders all that this thread has delivered before every answer that it gives from here on.
-  virtual void fence() = 0;
+  // Orders all that this thread has delivered before every answer that it gives from here on. False: nobody knows what
+  // of it the worker sees, nor of anything later.
+  [[nodiscard]] virtual bool fence() = 0;
   // Stores the cell of a terminal run.
   virtual void answer(Cell& cell, CellValue value) = 0;
   // A new descriptor by which the worker maps it, the caller's; -1 if it lies in memory that the worker has already.

@@ -16,6 +16,7 @@ from kvstore_service._native import DataPlane, NativeError
 from tests.support.gpu_double import GpuDouble, gpu_double
 from tests.support.pretend_gpu import PretendGpu
 from tests.support.rig import CANARY, ERROR, INTERNAL, OK, Rig, mapped, memfd, run
+from tests.support.rig import ABORTED, CANARY, ERROR, INTERNAL, OK, STALE, Rig, mapped, memfd, run
 
 BYTES = 1 << 20
 PLANE = (4 << 20, 8, 1)
@@ -166,6 +167,18 @@ def test_the_flush_is_the_one_that_the_device_needs(double, directory, rng, word
         assert set(double.calls()[before:]) == {flush}
 
 
+def test_what_delivers_nothing_is_not_flushed(double, directory, rng):
+    """Each of many runs that are given up at once would hold up the copy thread, and whoever shares it."""
+    double.set("ordering=0")
+    with Rig(directory, window_kind="gdr", window_options=double.options) as rig:
+        pack = rig.make_pack(rng)
+        epoch = rig.bind(0, [pack], 512)
+        before = len(double.calls())
+        runs = np.concatenate([run(0, epoch + 1, pair_count=512)] * 63 + [run(0, epoch)])
+        assert rig.ask(OP_RANGE, 0, runs).tolist() == [[STALE, ABORTED]] * 63 + [[OK, 0]]
+        assert double.calls()[before:] == []
+
+
 def test_runs_end_in_errors_once_a_flush_has_failed(double, directory, rng):
     double.set("ordering=0")
     options = {"window_kind": "gdr", "window_options": double.options}
@@ -174,10 +187,13 @@ def test_runs_end_in_errors_once_a_flush_has_failed(double, directory, rng):
         epoch = rig.bind(0, [pack], 512)
         runs = run(0, epoch, pair_count=64)
         assert rig.ask(OP_RANGE, 0, runs).tolist() == [[OK, 0]]
+        before = rig.plane.stats()
         double.set("ordering=0 fails=cuFlushGPUDirectRDMAWrites")
         assert rig.ask(OP_RANGE, 0, runs).tolist() == [[ERROR, INTERNAL]]
         double.set("ordering=0")
         assert rig.ask(OP_RANGE, 0, runs).tolist() == [[ERROR, INTERNAL]], "who knows what the device saw meanwhile"
+        after = rig.plane.stats()
+        assert (after["runs_ok"] - before["runs_ok"], after["runs_error"] - before["runs_error"]) == (0, 2)
         epoch = other.bind(0, [pack], 512)
         assert other.ask(OP_RANGE, 0, run(0, epoch, pair_count=64)).tolist() == [[OK, 0]]
     del rig, other

@@ -9,7 +9,7 @@ import pytest
 
 from bench.neighbour import LAYOUT, PACK_TOKENS, SMALL, Document, Neighbour
 from decode_worker import _native
-from kvstore_service.client import PrefixCandidate, RingGeometry, StoreClient
+from kvstore_service.client import AdminClient, PrefixCandidate, RingGeometry, StoreClient
 from tests.isolation.conftest import HOT
 from tests.support.daemon_process import Daemon
 from tests.support.life import until
@@ -17,6 +17,7 @@ from tests.support.life import until
 ALWAYS = 1 << 40
 STALL_US = 4_000_000
 WAIT_US = 3_000_000
+HANG_US = 8_000_000  # longer than a command waits for the thread
 COLD = Document("cold", 16384)
 STARVED_RUNS = 8192
 
@@ -61,6 +62,17 @@ def processor_s(pid: int) -> float:
     """User and system time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
+
+
+def test_a_worker_that_leaves_a_copy_thread_that_hangs_is_let_go_in_the_end(slow_daemon: Daemon) -> None:
+    """Its memory, rings and slots stayed until the daemon ended: nobody asked the thread again."""
+    with AdminClient.connect(slow_daemon.socket, slow_daemon.broker) as admin:
+        with Neighbour(slow_daemon, COLD, SMALL) as reader:
+            slow_daemon.set_disk_faults(("submit", "delay", 1, 1, HANG_US))
+            reader.post(reader.range(1024, 1024, 2))
+        until(lambda: admin.get_status().counters["calls_late"] > 0, "the release has failed")
+        until(lambda: admin.get_status().counters["workers"] == 0, "it is tried again")
+        assert [check for check in admin.audit() if not check.ok] == []
 
 
 def test_a_pack_that_opens_slowly_delays_no_lookup(slow_daemon: Daemon, victim: Neighbour) -> None:

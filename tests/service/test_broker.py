@@ -33,6 +33,8 @@ from kvstore_service.shared import memory
 from tests.support.daemon_process import Daemon
 
 KEEP_SIZE = 0x1
+OTHER_UID = 1001
+SLOW_RELEASES = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,11 +45,15 @@ class Desk:
         self.path = str(path)
         self.released: list[Worker] = []
         self.left = threading.Event()
+        self.slow_uid = -1  # whose releases take until `resume`
+        self.resume = threading.Event()
         self.sessions = Registry(Limits(8, 8, 8, 8, 1 << 30, 1 << 30, workers=128, user_workers=128))
         self.broker = Broker(path, allow_uids, frozenset(), group, self.sessions.add_worker, self._release)
         self.broker.start()
 
     def _release(self, worker: Worker) -> None:
+        if worker.uid == self.slow_uid:
+            assert self.resume.wait(30)
         self.sessions.remove_worker(worker)
         self.released.append(worker)
         self.left.set()
@@ -294,3 +300,27 @@ def test_a_connection_that_ends_frees_its_descriptors(daemon: Daemon) -> None:
         while daemon.open_descriptors() > before and time.monotonic() < deadline:
             time.sleep(0.02)
         assert daemon.open_descriptors() <= before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to connect as another user")
+def test_releases_of_one_user_wait_for_no_others(tmp_path: Path) -> None:
+    """A worker's release waits for its call under way, which may wait for a disk."""
+    desk = Desk(tmp_path / "broker.sock", frozenset({0, OTHER_UID}))
+    desk.slow_uid = 0
+    try:
+        for _ in range(SLOW_RELEASES):
+            BrokerConnection(desk.path, "slow", 10.0).close()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setresuid(0, OTHER_UID, 0)  # what the peer is told is the effective one
+                ctypes.CDLL(None).setfsuid(0)  # and the path's directories are root's
+                BrokerConnection(desk.path, "quick", 10.0).close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert desk.left.wait(20)
+        assert [worker.uid for worker in desk.released] == [OTHER_UID]
+    finally:
+        desk.resume.set()
+        desk.broker.close()

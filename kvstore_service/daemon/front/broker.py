@@ -45,7 +45,7 @@ HELLO_S = 3.0
 TRANSFER_S = 60.0
 _TICK_S = 0.5
 _CROWDED_NAP_S = 0.05  # the listener stays readable while there is no descriptor for a peer
-_RELEASE_THREADS = 4
+_RELEASE_THREADS = 4  # of each user
 
 log = logging.getLogger("kvstored.broker")
 
@@ -114,7 +114,7 @@ class Room:
 
 
 class Broker:
-    """One thread serves all connections; releases run beside it, so that a slow one delays nobody.
+    """One thread serves all connections; releases run beside it, so that a slow one delays no other user.
 
     `admit(uid, pid, name, operator)` makes a worker of a peer that said hello; `release(worker)` is called once, when
     its connection has ended."""
@@ -139,7 +139,7 @@ class Broker:
         self._selector = selectors.DefaultSelector()
         self._refusals = Sparse(log)
         self._closers = Closers()
-        self._releasers = ThreadPoolExecutor(_RELEASE_THREADS, thread_name_prefix="release")
+        self._releasers: dict[int, ThreadPoolExecutor] = {}  # by user id, of which a few may connect
         self._listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )
@@ -161,7 +161,8 @@ class Broker:
         self._wake.send(b"x")
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
-        self._releasers.shutdown(wait=True)
+        for releaser in self._releasers.values():
+            releaser.shutdown(wait=True)
         for end in (self._listener, self._waker, self._wake):
             end.close()
         self._selector.close()
@@ -387,7 +388,9 @@ class Broker:
             for transfer in connection.transfers.values():
                 _close(transfer.fds)
             connection.transfers.clear()
-        self._releasers.submit(self._release_worker, worker)
+        if worker.uid not in self._releasers:
+            self._releasers[worker.uid] = ThreadPoolExecutor(_RELEASE_THREADS, thread_name_prefix="release")
+        self._releasers[worker.uid].submit(self._release_worker, worker)
 
     def _release_worker(self, worker: Worker) -> None:
         try:

@@ -28,9 +28,11 @@ class Store:
         self.indexes = Indexes(state)
         self.operation = Operation(state)
         self.explain = Explain(state)
-        self._upkeep = Upkeep(
-            [self.packs.expire, state.room.relieve, state.ballast.take_on, state.leases.expire, state.keep_uses]
-        )
+        chores = [
+            self.packs.expire, state.room.relieve, state.ballast.take_on, state.leases.expire, state.keep_uses,
+            self.workers.release_leaving,
+        ]  # fmt: skip
+        self._upkeep = Upkeep(chores)
 
     def close(self) -> None:
         """Releases every worker; what was committed stays."""

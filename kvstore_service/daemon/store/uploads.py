@@ -332,8 +332,12 @@ class Uploads:
         """An upload of a reservation that failed; its bytes stay promised."""
         with self._lock:
             self._pop(upload)
-        with native.errors():
-            self._plane.abort_upload(upload.upload_id)
+        self._abort(upload.upload_id)
+
+    def _abort(self, upload_id: int) -> None:
+        """After an error, which is the one to tell. What a copy thread does not give up goes with its worker."""
+        with suppress(StoreError), native.errors():
+            self._plane.abort_upload(upload_id)
 
     def _create(self, session: Session, row: PackRow) -> Upload:
         worker, ref = session.worker, row.ref
@@ -341,7 +345,11 @@ class Uploads:
         assert worker.native_id is not None
         with native.errors():
             upload_id = self._plane.create_upload(str(self._path(row)), spec)
-            self._plane.own_upload(worker.native_id, upload_id)
+            try:
+                self._plane.own_upload(worker.native_id, upload_id)
+            except BaseException:  # its ring is poisoned, for one, and its connection lives on
+                self._abort(upload_id)
+                raise
         upload = Upload(upload_id, worker, session.session_id, row)
         with self._lock:
             self._uploads[upload_id] = upload
@@ -376,8 +384,7 @@ class Uploads:
             with native.errors():
                 self._plane.finish_upload(upload.upload_id)
         except StoreError as error:
-            with suppress(StoreError), native.errors():  # the first error is the one to tell
-                self._plane.abort_upload(upload.upload_id)
+            self._abort(upload.upload_id)
             return error
         return None
 

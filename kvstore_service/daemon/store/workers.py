@@ -1,9 +1,10 @@
 """Workers: their memory, from registration to release."""
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from logging import DEBUG, INFO
+from logging import DEBUG, INFO, WARNING
 
 from kvstore_service.daemon import native
 from kvstore_service.daemon.logs import event
@@ -31,6 +32,7 @@ class Workers:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._leaving: deque[Worker] = deque()  # gone, but a copy thread has not let them go in time
 
     def admit(self, uid: int, pid: int, name: str, operator: bool) -> Worker:
         """A new peer of the broker; its token authenticates its calls. PERMISSION_DENIED, RESOURCE_EXHAUSTED."""
@@ -157,18 +159,31 @@ class Workers:
             if worker.gone:
                 return
             worker.gone = True
+        try:
+            self._let_go(worker)
+        except StoreError as error:
+            self._leaving.append(worker)
+            event(log, WARNING, "worker not released yet", name=worker.name, pid=worker.pid, error=error.message)
+
+    def release_leaving(self) -> None:
+        """Tries again what `release` could not do, until that fails again."""
+        while self._leaving:
+            self._let_go(self._leaving[0])
+            self._leaving.popleft()
+
+    def _let_go(self, worker: Worker) -> None:
+        """UNAVAILABLE if a copy thread stands still: all else is held as long as that may still touch it."""
+        with worker.lock:
             level = DEBUG if worker.native_id is None else INFO  # an operator's visit is worth no line
-            try:
-                self._forget_memory(worker)
-            finally:
-                self._state.uploads.forget(worker)
-                for binding in worker.bound.values():
-                    self._state.release_packs(binding)
-                worker.bound.clear()
-                self._state.leases.drop_all(worker.token)
-                for session in list(worker.sessions.values()):
-                    self._state.leases.drop_all(session.session_id)
-                    self._state.registry.close(session)
+            self._forget_memory(worker)
+            self._state.uploads.forget(worker)
+            for binding in worker.bound.values():
+                self._state.release_packs(binding)
+            worker.bound.clear()
+            self._state.leases.drop_all(worker.token)
+            for session in list(worker.sessions.values()):
+                self._state.leases.drop_all(session.session_id)
+                self._state.registry.close(session)
         if level == INFO:
             self._state.events.tell("worker", worker.tenant, detail=f"released: {worker.name}, pid {worker.pid}")
         event(log, level, "worker released", name=worker.name, pid=worker.pid)

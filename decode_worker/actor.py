@@ -1,4 +1,4 @@
-"""The Ray actor: a thin shell around `Worker`. With serve and jobs, the only modules that import ray."""
+"""The Ray actor: a thin shell around `Worker`. With `cluster`, the only module that imports ray."""
 
 from __future__ import annotations
 

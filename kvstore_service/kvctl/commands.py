@@ -206,7 +206,7 @@ def kill(client: AdminClient, output: Output, arguments: argparse.Namespace) -> 
 
 
 def watch(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
-    """One line per event until Ctrl-C or --timeout."""
+    """One line per event until Ctrl-C or --timeout. DEADLINE_EXCEEDED if it ends without one."""
     try:
         for event in client.watch(arguments.kinds):
             row = plain(event)
@@ -218,7 +218,7 @@ def watch(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
                 parts = (at, event.kind, event.tenant, event.pack_id.hex()[:ID_DIGITS], event.detail)
                 print(" ".join(part for part in parts if part) + lost, flush=True)
     except StoreError as error:
-        if error.code != "DEADLINE_EXCEEDED":
+        if error.code != "DEADLINE_EXCEEDED" or arguments.timeout is None:
             raise
     return 0
 

@@ -11,6 +11,8 @@ import pytest
 
 from decode_worker import cli
 from kvstore_service import kvctl
+from kvstore_service.client import AdminClient, StoreError
+from kvstore_service.client.admin_client import STREAM_TIMEOUT_S
 from tests.service.test_administration import ROOT, run
 from tests.support.daemon_process import Daemon
 
@@ -83,6 +85,20 @@ def test_a_daemon_that_ends_ends_the_command(daemon: Daemon, command: str) -> No
     assert waiting.wait(timeout=30) == 1
     (line,) = waiting.stderr.read().splitlines()
     assert line.startswith(("kvctl: the daemon has ended", "kvctl: the connection to the daemon failed")), line
+
+
+def test_a_watch_that_ends_though_nobody_asked_it_to_fails(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expired(*_: object) -> None:
+        raise StoreError("DEADLINE_EXCEEDED", "the call's deadline has passed")
+
+    monkeypatch.setattr(AdminClient, "watch", expired)
+    assert kvctl.main(["--socket", daemon.socket, "watch"]) == 1
+    assert kvctl.main(["--socket", daemon.socket, "watch", "--timeout=5"]) == 0
+
+
+def test_a_verification_has_the_time_that_a_large_store_takes() -> None:
+    """8 TiB at the usual verify_bytes_per_s."""
+    assert STREAM_TIMEOUT_S * (200 << 20) > 8 << 40
 
 
 def test_a_daemon_that_is_stopped_is_said_to_be(daemon: Daemon) -> None:

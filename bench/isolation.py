@@ -243,16 +243,13 @@ def private_mib(pid: int) -> float:
 # --- how it is measured ---
 
 
-def _daemon(dram_bytes: int, argv: Sequence[str] = DAEMON_ARGV) -> contextlib.AbstractContextManager[PrivateDaemon]:
-    @contextlib.contextmanager
-    def running() -> Iterator[PrivateDaemon]:
-        with (
-            scratch() as directory,
-            PrivateDaemon(directory, dram_bytes, options=DAEMON_OPTIONS, argv=argv, stop_s=STOP_S) as daemon,
-        ):
-            yield daemon
-
-    return running()
+@contextlib.contextmanager
+def _daemon(dram_bytes: int, argv: Sequence[str] = DAEMON_ARGV) -> Iterator[PrivateDaemon]:
+    with (
+        scratch() as directory,
+        PrivateDaemon(directory, dram_bytes, options=DAEMON_OPTIONS, argv=argv, stop_s=STOP_S) as daemon,
+    ):
+        yield daemon
 
 
 def _flooded() -> Document:

@@ -1,4 +1,4 @@
-"""The Ray actor: a thin shell around `Worker`. With serve and jobs, the only modules that import ray."""
+"""The Ray actor: a thin shell around `Worker`. With `cluster`, the only module that imports ray."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ import ray
 from decode_worker.config import ENVIRONMENT, WorkerConfig
 from decode_worker.scheduler import Output, Request
 from decode_worker.worker import PrefillReport, Worker
-from kvstore_service.shared.scratch import Scratch
+from kvstore_service.shared.scratch import Scratch, for_sockets
 
 CLOSE_S = 30.0
 CONCURRENCY = 64  # calls that an actor takes at a time; what they ask for waits for slots
@@ -41,8 +40,7 @@ def local_ray(cpus: int = 1) -> Iterator[None]:
 
     RuntimeError if it does not start."""
     os.environ.setdefault("RAY_EXPORT_COUNTER_AS_GAUGE", "0")
-    parent = tempfile.gettempdir()
-    with Scratch("headgate-ray", Path(parent if len(parent) <= PARENT_BYTES_MAX else "/tmp"), _end_writers) as scratch:
+    with Scratch("headgate-ray", for_sockets(PARENT_BYTES_MAX), _end_writers) as scratch:
         try:
             _start_ray(cpus, str(scratch.path))
             yield

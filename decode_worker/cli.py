@@ -15,6 +15,7 @@ from decode_worker.config import DEFAULTS, ENVIRONMENT, KEYS, ConfigError, Worke
 from decode_worker.model.errors import CheckpointError
 from kvstore_service.client import StoreError
 from kvstore_service.shared.settings import Parser, add_flags, count, number
+from kvstore_service.shared.stdout import StdoutError, whole_stdout
 
 DEMO_CONTEXT = 32768
 DEMO_QUESTIONS = 100
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         try:
-            arguments.run(arguments)
+            with whole_stdout():
+                arguments.run(arguments)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)  # what `_end` raised has been seen
     except ConfigError as error:
@@ -48,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         limits = " and ".join(violation.subject for violation in error.violations)
         return _fail(error.message + (f"; raise the daemon's {limits}, or ask for less" if limits else ""), 1)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails too
         return 1
-    except (CheckpointError, ValueError, OSError, RuntimeError, MemoryError) as error:
+    except (CheckpointError, StdoutError, ValueError, OSError, RuntimeError, MemoryError) as error:
         return _fail(error, 1)
     except ImportError as error:
         if error.name not in EXTRAS:

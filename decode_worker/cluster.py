@@ -58,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         nodes = place_workers(config)
     except ConnectionError:
-        return _fail("no Ray cluster runs on this node; start one, see ray_cluster.yaml or `ray start --head`", 1)
+        return _fail(
+            "no Ray cluster answers on this node; start one, see ray_cluster.yaml or `ray start --head`, "
+            "or set RAY_AUTH_MODE=token if it wants a token",
+            1,
+        )
     except ray.exceptions.GetTimeoutError:
         return _fail(f"no decode worker became ready within {START_S:.0f} s; see `ray status` for free CPUs", 1)
     except (ray.exceptions.RayError, RuntimeError, ValueError) as error:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_service.daemon.config import KEYS
+from kvstore_service.daemon.server import END_S
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("models/*.md")])
 
@@ -41,3 +44,10 @@ def test_make_targets_that_are_named_exist() -> None:
     for page in PAGES:
         named = set(re.findall(r"`make (\w+)|^make (\w+)", page.read_text(), re.MULTILINE))
         assert {first or second for first, second in named} <= targets, page.name
+
+
+def test_the_service_is_given_the_time_that_it_takes_to_end() -> None:
+    unit = (ROOT / "deploy/kvstored.service").read_text()
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    (drain_s,) = (key.default() for key in KEYS if key.name == "drain_s" and key.default)
+    assert int(stop_s) > drain_s + END_S

@@ -11,7 +11,7 @@
 
 namespace headgate {
 
-// decode_worker/policy/cache.py: what stays in a head's window beside the set that is attended to.
+// decode_worker/policy/cache/base.py: what stays in a head's window beside the set that is attended to.
 struct CacheRule {
   enum class Stamp : int { kNone, kStep, kCount };
 

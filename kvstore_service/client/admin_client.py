@@ -16,10 +16,8 @@ from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.shared.settings import default_broker, default_socket
 from kvstore_service.shared.types import StoreError
 
-VERIFY_TIMEOUT_S = 3600.0
-EVICT_TIMEOUT_S = 3600.0
 TLS_FILES = ("ca.crt", "client.crt", "client.key")
-WATCH_TIMEOUT_S = 12 * 3600.0
+STREAM_TIMEOUT_S = 23 * 3600.0  # the daemon takes deadlines of a day at most
 
 
 class AdminClient(Client):
@@ -98,13 +96,13 @@ class AdminClient(Client):
         return list(self._call(self._stub.ListPacks, admin_pb.ListPacksRequest(pack_ids=pack_ids)).packs)
 
     def verify(
-        self, pack_ids: Sequence[bytes] = (), timeout_s: float = VERIFY_TIMEOUT_S
+        self, pack_ids: Sequence[bytes] = (), timeout_s: float = STREAM_TIMEOUT_S
     ) -> Iterator[admin_pb.VerifyResponse]:
         """Reads every block of the packs (of all, if none is named) from disk; one answer per pack as it is done."""
         yield from self._streamed(self._stub.Verify, admin_pb.VerifyRequest(pack_ids=pack_ids), timeout_s)
 
     def watch(
-        self, kinds: Sequence[str] = (), timeout_s: float = WATCH_TIMEOUT_S
+        self, kinds: Sequence[str] = (), timeout_s: float = STREAM_TIMEOUT_S
     ) -> Iterator[admin_pb.WatchEventsResponse]:
         """What happens from now on: first an answer of kind "watch", then commits, evictions, damage, workers, quotas,
         expired uploads, drains. A slow reader loses events; `dropped` counts them. DEADLINE_EXCEEDED at the end."""
@@ -166,7 +164,7 @@ class AdminClient(Client):
         return [pack for answer in self.evicting(pack_ids, descendants) for pack in answer.packs]
 
     def evicting(
-        self, pack_ids: Sequence[bytes], descendants: bool = False, timeout_s: float = EVICT_TIMEOUT_S
+        self, pack_ids: Sequence[bytes], descendants: bool = False, timeout_s: float = STREAM_TIMEOUT_S
     ) -> Iterator[admin_pb.EvictResponse]:
         """As `evict`, with an answer for each step, when it is done. Whoever leaves, or whose deadline passes
         (DEADLINE_EXCEEDED), ends it: at most the step that was under way goes beyond what was answered."""

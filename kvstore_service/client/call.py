@@ -189,7 +189,8 @@ def _store_error(error: grpc.RpcError, request_id: str) -> StoreError:
     code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
     message = error.details() if isinstance(error, grpc.Call) else str(error)
     if code == "UNAVAILABLE" and status is None:
-        reason = CONNECTION_BROKEN  # gRPC's own word; the daemon's, such as a disk's error, comes with its status
+        # gRPC's own word; the daemon's, such as a disk's error, comes with its status
+        message, reason = f"the connection to the daemon failed: {message}", CONNECTION_BROKEN
     if code == "CANCELLED" and status is None:  # by gRPC itself, before the daemon saw the call
         code, message, reason = "UNAVAILABLE", "the daemon has more calls than it can take", CONNECTION_BROKEN
     if code == "DEADLINE_EXCEEDED" and status is None:  # the client's own clock, for which gRPC has many words

@@ -21,6 +21,9 @@ class BrokerConnection:
         """As a worker, or as an `operator`, who administers only and for whom room is kept.
 
         UNAVAILABLE if no daemon answers, PERMISSION_DENIED if it refuses this user."""
+        self._silent = (
+            f"the daemon at {path} has not answered for {timeout_s:g} s: it is stopped or overloaded; see its log"
+        )
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -70,9 +73,7 @@ class BrokerConnection:
                     self._socket, _MESSAGE_BYTES_MAX, _DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
                 )
             except TimeoutError as error:
-                raise StoreError(
-                    "DEADLINE_EXCEEDED", f"the broker did not answer {message['verb']!r} in time"
-                ) from error
+                raise StoreError("DEADLINE_EXCEEDED", self._silent) from error
             except (ConnectionError, BrokenPipeError) as error:
                 if message["verb"] == "hello":
                     text, received = self._last_words(), []

@@ -7,7 +7,6 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -15,11 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvstore_service.shared.scratch import Scratch
+from kvstore_service.shared.scratch import Scratch, for_sockets
 from kvstore_service.shared.types import StoreError
 
 DAEMON_ARGV = (sys.executable, "-m", "kvstore_service.daemon.server")
 DRAIN_S = 3.0
+PARENT_BYTES_MAX = 107 - len("/headgate-run-xxxxxxxx/broker.sock")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,7 +47,7 @@ class PrivateDaemon:
         self._argv = tuple(argv)
         self._start_s = start_s
         self._stop_s = stop_s
-        self._scratch = Scratch("headgate-run", Path(tempfile.gettempdir()))
+        self._scratch = Scratch("headgate-run", for_sockets(PARENT_BYTES_MAX))
         self.run_dir = self._scratch.path
         self.socket = str(self.run_dir / "store.sock")
         self.broker = str(self.run_dir / "broker.sock")

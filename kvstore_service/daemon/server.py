@@ -41,6 +41,7 @@ from kvstore_service.daemon.front.services import AdminService, StoreService
 from kvstore_service.daemon.front.socket_path import SocketPath, open_to
 from kvstore_service.daemon.store.registry import Limits, Worker
 from kvstore_service.daemon.store.store import Store
+from kvstore_service.shared.stdout import StdoutError, whole_stdout
 from kvstore_service.shared.types import StoreError
 
 ADMIN_SERVICE = "kvstore.v1.AdminService"
@@ -211,7 +212,8 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
         if arguments[:1] == ["config"]:
             if arguments[1:2] != ["print"]:
                 raise ConfigError(f"unknown command {' '.join(arguments[:2])!r}; write kvstored config print")
-            print(to_yaml(load(arguments[2:])), end="")
+            with whole_stdout():
+                print(to_yaml(load(arguments[2:])), end="")
             return 0
         rebuilding = arguments[:1] == ["rebuild"]
         config = load(arguments[1:] if rebuilding else arguments)
@@ -225,7 +227,7 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
     except ConfigError as error:
         print(f"kvstored: {error}", file=sys.stderr)
         return 2
-    except (StoreError, OSError) as error:
+    except (StoreError, StdoutError, OSError) as error:
         print(f"kvstored: {error.message if isinstance(error, StoreError) else error}", file=sys.stderr)
         return 1
     except sqlite3.Error as error:

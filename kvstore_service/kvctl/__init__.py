@@ -5,11 +5,11 @@
 
 import argparse
 import math
-import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import shtab
 
@@ -18,6 +18,7 @@ from kvstore_service.kvctl.commands import Command
 from kvstore_service.kvctl.flags import CALL_S, parser, usage_error
 from kvstore_service.kvctl.output import Output
 from kvstore_service.shared.settings import ConfigError, default_broker, default_socket
+from kvstore_service.shared.stdout import StdoutError, whole_stdout
 from kvstore_service.shared.types import StoreError
 
 
@@ -26,27 +27,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser()
     try:
         arguments = flags.parse_args(argv)
-        if "shell" in arguments:
-            print(shtab.complete(flags, arguments.shell))
-            return 0
-        if problem := usage_error(arguments):
+        if "shell" not in arguments and (problem := usage_error(arguments)):
             flags.error(problem)
     except ConfigError as error:
         print(f"kvctl: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _connected(arguments) as client:
-            command: Command = arguments.command
-            return command(client, Output(arguments.format == "json"), arguments)
-    except StoreError as error:
-        print(f"kvctl: {error.message}", file=sys.stderr)
-        return 1
+        with whole_stdout():
+            return _run(flags, arguments)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails too
+        return 1
+    except (StoreError, StdoutError) as error:
+        print(f"kvctl: {error.message if isinstance(error, StoreError) else error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _run(flags: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if "shell" in arguments:
+        print(shtab.complete(flags, arguments.shell))
+        return 0
+    with _connected(arguments) as client:
+        command: Command = arguments.command
+        return command(client, Output(arguments.format == "json"), arguments)
 
 
 def _connected(arguments: argparse.Namespace) -> AdminClient:
@@ -55,8 +60,8 @@ def _connected(arguments: argparse.Namespace) -> AdminClient:
     if arguments.tcp:
         client = AdminClient.connect_tls(arguments.tcp, arguments.tls, call_s)
     else:
-        broker = arguments.broker or _broker_beside(arguments.socket)
-        client = AdminClient.connect(arguments.socket, broker, call_s)
+        socket = arguments.socket or default_socket()
+        client = AdminClient.connect(socket, arguments.broker or _broker_beside(socket), call_s)
     client.deadline_s = deadline_s
     return client
 
@@ -64,4 +69,4 @@ def _connected(arguments: argparse.Namespace) -> AdminClient:
 def _broker_beside(socket: str) -> str:
     if socket == default_socket():
         return default_broker()
-    return socket.rpartition("/")[0] + "/broker.sock" if "/" in socket else "broker.sock"
+    return str(Path(socket).with_name("broker.sock"))

@@ -66,7 +66,7 @@ def packs(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
 
 def _filters(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
-        "tenant": _tenant(arguments.tenant) if arguments.tenant else "",
+        "tenant": arguments.tenant or "",
         "damaged": arguments.damaged,
         "pinned": arguments.pinned,
         "unused": arguments.unused,
@@ -170,12 +170,19 @@ def drain(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
 
 
 def token(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
-    """Until Ctrl-C, SIGTERM or the end of stdin: the token ends with this connection."""
-    print(client.token, flush=True)
+    """Until Ctrl-C, SIGTERM or the end of stdin: the token ends with the connection. UNAVAILABLE if the daemon does."""
+    if output.as_json:
+        output.values("", {"token": client.token})
+    else:
+        print(client.token)
+    sys.stdout.flush()
+    asked = [sys.stdin] if sys.stdin else []
     while (left_s := client.deadline_s - time.monotonic()) > 0:
-        ready, _, _ = select.select([sys.stdin], [], [], min(left_s, 3600.0))
+        ready, _, _ = select.select(asked, [], [], min(left_s, POLL_S))
         if ready and not os.read(sys.stdin.fileno(), 4096):
             break
+        if client.gone:
+            raise StoreError("UNAVAILABLE", "the daemon has ended, and with it the token")
     return 0
 
 
@@ -199,7 +206,7 @@ def kill(client: AdminClient, output: Output, arguments: argparse.Namespace) -> 
 
 
 def watch(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
-    """One line per event until Ctrl-C or --timeout."""
+    """One line per event until Ctrl-C or --timeout. DEADLINE_EXCEEDED if it ends without one."""
     try:
         for event in client.watch(arguments.kinds):
             row = plain(event)
@@ -211,7 +218,7 @@ def watch(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
                 parts = (at, event.kind, event.tenant, event.pack_id.hex()[:ID_DIGITS], event.detail)
                 print(" ".join(part for part in parts if part) + lost, flush=True)
     except StoreError as error:
-        if error.code != "DEADLINE_EXCEEDED":
+        if error.code != "DEADLINE_EXCEEDED" or arguments.timeout is None:
             raise
     return 0
 
@@ -223,14 +230,10 @@ def explain(client: AdminClient, output: Output, arguments: argparse.Namespace) 
 
 def quota(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
     if arguments.size is not None or arguments.dram is not None:
-        client.set_quota(_tenant(arguments.tenant), arguments.size, arguments.dram)
+        client.set_quota(arguments.tenant, arguments.size, arguments.dram)
     rows = [plain(item) for item in client.list_quotas()]
-    output.rows("quotas", [row for row in rows if not arguments.tenant or row["tenant"] == _tenant(arguments.tenant)])
+    output.rows("quotas", [row for row in rows if arguments.tenant in (None, row["tenant"])])
     return 0
-
-
-def _tenant(text: str) -> str:
-    return f"uid-{text}" if text.isdecimal() else text
 
 
 def config(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
@@ -274,7 +277,8 @@ def _progress(verb: str, output: Output) -> Iterator[Callable[[int, int, int], N
         TextColumn("{task.fields[size]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=output.as_json) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=output.as_json or not console.is_terminal) as bar:
         task, size_bytes = bar.add_task(verb, total=None, size=""), 0
 
         def show(done: int, total: int, more_bytes: int) -> None:

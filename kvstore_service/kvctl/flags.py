@@ -7,8 +7,8 @@ from typing import Any
 import shtab
 
 from kvstore_service.kvctl import commands
-from kvstore_service.shared.settings import Parser, default_socket
-from kvstore_service.shared.types import parse_size
+from kvstore_service.shared.settings import Parser, default_socket, path
+from kvstore_service.shared.types import StoreError, parse_size, uid_of
 
 CALL_S = 10.0
 
@@ -21,11 +21,12 @@ def _common(suppress: bool) -> Parser:
 
     flags = Parser(add_help=False)
     flags.add_argument(
-        "--socket", default=default(default_socket()), help=f"gRPC socket of kvstored (default: {default_socket()})"
+        "--socket", type=_socket, default=default(None), help=f"gRPC socket of kvstored (default: {default_socket()})"
     )
     flags.add_argument(
-        "--broker", default=default(None), help="its broker socket (default: broker.sock beside the gRPC socket)"
-    )
+        "--broker", type=_socket, default=default(None),
+        help="its broker socket (default: broker.sock beside the gRPC socket)",
+    )  # fmt: skip
     flags.add_argument(
         "--tcp", default=default(None), metavar="HOST:PORT", help="ask another machine's daemon over TLS (needs --tls)"
     )
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("sessions", commands.sessions, "open sessions")
     add("describe", commands.describe, "one session and its packs").add_argument("session")
     listing = add("packs", commands.packs, "stored packs")
-    listing.add_argument("--tenant", default="", metavar="UID", help="only this user's")
+    listing.add_argument("--tenant", type=_tenant, metavar="UID", help="only this user's")
     listing.add_argument("--damaged", action="store_true", help="only those that failed a check")
     listing.add_argument("--pinned", action="store_true", help="only pinned ones")
     listing.add_argument("--unused", action="store_true", help="only those that no session uses and nobody pinned")
@@ -84,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     add("audit", commands.audit, "compare what must be equal: catalogue and files, references, runs, frames")
     add("config", commands.config, "the daemon's configuration and where each value came from")
     add("drain", commands.drain, "refuse new work from now on; SIGTERM then ends the daemon").add_argument(
-        "--wait", type=_seconds, default=0.0, metavar="S", help="until no session is open, at most S seconds"
+        "--wait", type=_no_seconds_or_more, default=0.0, metavar="S", help="until no session is open, at most S seconds"
     )
     add("workers", commands.workers, "peers of the broker: workers, and operators, who have no memory")
     add("uploads", commands.uploads, "packs that are being written")
@@ -101,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     bound = add(
         "quota", commands.quota, "what users have and may have, on disk and in DRAM; set it with SIZE and --dram"
     )
-    bound.add_argument("tenant", nargs="?", default="", metavar="UID")
+    bound.add_argument("tenant", nargs="?", type=_tenant, metavar="UID")
     bound.add_argument("size", nargs="?", type=_quota_size, metavar="SIZE", help="on disk: such as 8GiB, or none")
     bound.add_argument("--dram", type=_quota_size, metavar="SIZE", help="of the DRAM tier: such as 1GiB, or none")
     add("token", commands.token, "print a token for other gRPC clients (grpcurl); it is valid while this command runs")
@@ -111,6 +112,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
+    if (value := _no_seconds_or_more(text)) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write seconds above 0")
+    return value
+
+
+def _no_seconds_or_more(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -118,6 +125,23 @@ def _seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: write seconds, 0 or more")
     return value
+
+
+def _socket(text: str) -> str:
+    try:
+        return str(path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def _tenant(text: str) -> str:
+    """uid-N, of that or of N alone."""
+    tenant = f"uid-{text}" if text.isdecimal() else text
+    try:
+        uid_of(tenant)
+    except StoreError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+    return tenant
 
 
 def _quota_size(text: str) -> int:
@@ -143,6 +167,4 @@ def usage_error(arguments: argparse.Namespace) -> str:
         return "evict needs packs or --unused"
     if arguments.command is commands.evict and arguments.older_than and not arguments.unused:
         return "--older-than chooses among --unused; give both"
-    if bool(arguments.tcp) != bool(arguments.tls):
-        return "--tcp and --tls belong together; give both"
-    return "--timeout 0: write seconds above 0" if arguments.timeout == 0 else ""
+    return "--tcp and --tls belong together; give both" if bool(arguments.tcp) != bool(arguments.tls) else ""

@@ -53,6 +53,12 @@ def disk() -> Path:
     return Path(tempfile.gettempdir() if own else "/var/tmp")
 
 
+def for_sockets(bytes_max: int) -> Path:
+    """Where temporary files lie, or /tmp if that is longer: a socket's path has at most 107 bytes."""
+    parent = tempfile.gettempdir()
+    return Path(parent if len(os.fsencode(parent)) <= bytes_max else "/tmp")
+
+
 def _make(prefix: str, parent: Path) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))

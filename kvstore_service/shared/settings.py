@@ -14,6 +14,8 @@ import yaml
 
 from kvstore_service.shared.types import format_size, parse_size
 
+MISSING = "the following arguments are required"  # argparse's words
+
 Resolved = dict[str, tuple[Any, str]]
 
 
@@ -35,17 +37,37 @@ class Key:
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError, one line, for anything that it does not know; an unknown flag names the closest one."""
 
+    _written: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
+        """What is wrong comes before what is missing."""
+        known = self._option_string_actions
+        if message.startswith(MISSING):
+            for word in self._written:
+                if word.startswith("--") and " " not in word and word.partition("=")[0] not in known:
+                    raise self._unknown(word)
         raise ConfigError(f"{message}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Flags may be spelled with underscores, as their keys are."""
-        written = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
-        arguments, rest = super().parse_known_args(written, namespace)
+        self._written = [_dashed(_text(word)) for word in (sys.argv[1:] if args is None else args)]
+        arguments, rest = super().parse_known_args(self._written, namespace)
         if rest:
-            flags = [spelling for spelling in self._option_string_actions if spelling.startswith("--")]
-            raise unknown(rest[0], flags if rest[0].startswith("-") else [], "flag" if rest[0][:1] == "-" else "word")
+            raise self._unknown(rest[0])
         return arguments, rest
+
+    def _unknown(self, word: str) -> ConfigError:
+        if not word.startswith("-"):
+            return unknown(word, [], "word")
+        return unknown(word, [flag for flag in self._option_string_actions if flag.startswith("--")], "flag", "--")
+
+
+def _text(word: str) -> str:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"argument {word!r} is not UTF-8") from None
+    return word
 
 
 def _dashed(word: str) -> str:
@@ -97,7 +119,7 @@ def resolve(
             continue
         name = variable.removeprefix(prefix).lower()
         if name not in names:
-            raise unknown(variable, [f"{prefix}{known.upper()}" for known in names], "environment variable")
+            raise unknown(variable, [f"{prefix}{known.upper()}" for known in names], "environment variable", prefix)
         raw[name] = (value, f"environment {variable}")
     for name in names:
         if (flag := getattr(arguments, name, None)) is not None:
@@ -136,11 +158,13 @@ def read_file(file: Path, names: Sequence[str]) -> dict[str, Any]:
     return document
 
 
-def unknown(name: str, candidates: Sequence[str], what: str) -> ConfigError:
+def unknown(name: str, candidates: Sequence[str], what: str, prefix: str = "") -> ConfigError:
+    """Names the closest candidate. `prefix`: what all of them begin with, and what makes none of them alike."""
     asked = name.partition("=")[0]
     longer = [name for name in candidates if name.startswith(asked)]
-    closest = longer or difflib.get_close_matches(asked, candidates, n=1, cutoff=0.5)
-    fix = f"did you mean {closest[0]}?" if closest else "see --help"
+    alike = difflib.get_close_matches(asked.removeprefix(prefix), [name.removeprefix(prefix) for name in candidates], 1)
+    closest = longer[0] if longer else prefix + alike[0] if alike else ""
+    fix = f"did you mean {closest}?" if closest else "see --help"
     return ConfigError(f"unknown {what} {asked}; {fix}")
 
 

@@ -15,7 +15,6 @@ from decode_worker.window.base import WINDOWS
 from kvstore_service._native import DataPlane, NativeError
 from tests.support.gpu_double import GpuDouble, gpu_double
 from tests.support.pretend_gpu import PretendGpu
-from tests.support.rig import CANARY, ERROR, INTERNAL, OK, Rig, mapped, memfd, run
 from tests.support.rig import ABORTED, CANARY, ERROR, INTERNAL, OK, STALE, Rig, mapped, memfd, run
 
 BYTES = 1 << 20

@@ -101,6 +101,8 @@ def test_a_wrong_value_names_itself_and_what_is_right(
         (["demo", "--long=1000"], ["--long", "'1000'", "multiples of 256", "none"]),
         (["demo", "--long=8192,"], ["--long", "'8192,'"]),
         (["demo", "--no-rai"], ["--no-rai", "did you mean --no-ray?"]),
+        (["--bogus"], ["unknown flag --bogus; see --help"]),
+        (["generate", "--bogus"], ["unknown flag --bogus; see --help"]),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_service.client.private import PrivateDaemon
 from kvstore_service.shared.scratch import Scratch
 from kvstore_service.shared.types import StoreError
 
@@ -41,6 +42,16 @@ def test_only_directories_of_dead_owners_are_swept(tmp_path: Path) -> None:
             assert scratch.path.stat().st_mode & 0o777 == 0o700
         assert sorted(tmp_path.iterdir()) == sorted([kept, other])
         living.kill()
+
+
+def test_a_private_daemon_serves_below_a_long_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with PrivateDaemon(tmp_path / "data") as daemon:
+        assert Path(daemon.broker).is_socket()
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

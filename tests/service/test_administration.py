@@ -321,7 +321,7 @@ def test_kvctl_drains_and_waits(daemon: Daemon, client: StoreClient) -> None:
         (["evict", "--unused", "--older-than=soon"], "write an age such as"),
         (["pin"], "PACK"),
         (["drain", "--wait=-1"], "write seconds"),
-        (["status", "--timeout=0"], "--timeout 0"),
+        (["status", "--timeout=0"], "seconds above 0"),
         (["status", "--format=xml"], "xml"),
         (["completion", "perl"], "perl"),
         (["evict", "--unusd"], "--unused"),

@@ -16,6 +16,7 @@ from kvstore_service.client import AdminClient, KindSpec, Layout, StoreClient, S
 from kvstore_service.daemon.config import Config, load
 from kvstore_service.daemon.server import Daemon as Running
 from kvstore_service.kvctl.output import Output
+from tests.service.test_administration import ROOT
 from tests.support.daemon_process import Daemon
 
 LAYOUT = Layout(b"f" * 32, 2, (KindSpec(2, 64, 2, 256),))
@@ -294,3 +295,32 @@ def test_a_stale_socket_of_another_kind_is_no_obstacle(daemon: Daemon) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as leftover:
         leftover.bind(daemon.socket)
     daemon.start()
+
+
+def test_the_start_script_leaves_a_daemon_or_says_why_not(tmp_path: Path) -> None:
+    variables = {
+        "KVSTORE_DATA_DIR": str(tmp_path / "data"), "XDG_RUNTIME_DIR": str(tmp_path), "KVSTORE_METRICS_ADDR": "off",
+        "KVSTORE_DRAM_BYTES": "64MiB", "KVSTORE_NVME_BYTES": "1GiB", "KVSTORED_LOG": str(tmp_path / "a log" / "log"),
+    }  # fmt: skip
+    environment = os.environ | variables
+
+    def started(**more: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            ["scripts/start_daemon.sh"], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment | more
+        )
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        refused = started(KVSTORE_METRICS_ADDR=f"127.0.0.1:{taken.getsockname()[1]}")
+    assert refused.returncode == 1
+    assert "kvstored has ended; its log is" in refused.stderr
+    assert "Address already in use" in refused.stderr
+    done = started()
+    assert done.returncode == 0, done.stderr
+    try:
+        again = started()
+        assert (again.returncode, again.stderr) == (0, "kvstored is already running\n")
+    finally:
+        ready = (tmp_path / "a log" / "log").read_text().rpartition("pid=")[2].split()[0]
+        os.kill(int(ready), signal.SIGTERM)

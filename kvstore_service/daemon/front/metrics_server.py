@@ -1,6 +1,7 @@
 """Metrics over HTTP on loopback: an event loop in a thread of its own, so that silent peers hold no thread."""
 
 import asyncio
+import os
 import threading
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -35,8 +36,9 @@ class MetricsServer:
             self.address = f"{host}:{listening.result(START_S)}"
         except OSError as error:
             self.close()
+            reason = os.strerror(error.errno) if error.errno else error  # asyncio's own text is longer
             raise StoreError(
-                "FAILED_PRECONDITION", f"metrics_addr={address}: {error.strerror}; give another port, or off"
+                "FAILED_PRECONDITION", f"metrics_addr={address}: {reason}; give another port, or off"
             ) from error
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -54,14 +53,13 @@ class Device(ABC):
         """Waits, and gives back what was shared. Idempotent."""
 
 
-@dataclass
 class Host(Device):
     """The CPU, for kernels in C++ and for interpreted ones."""
 
-    torch_device: torch.device = torch.device("cpu")
-    windows: tuple[str, ...] = ("shm",)
-    wakes: bool = True
-    graphs: bool = False
+    torch_device = torch.device("cpu")
+    windows = ("shm",)
+    wakes = True
+    graphs = False
 
     def share(self, memory: NDArray[np.uint8], *, read_only: bool = False) -> torch.Tensor:
         if not read_only:
@@ -80,15 +78,16 @@ class Host(Device):
     def close(self) -> None: ...
 
 
-@dataclass
 class Gpu(Device):
     """The first of the GPUs that this process sees."""
 
-    torch_device: torch.device = torch.device("cuda", 0)
-    windows: tuple[str, ...] = ("gdr", "bounce")
-    wakes: bool = False
-    graphs: bool = True
-    _registered: list[NDArray[np.uint8]] = field(default_factory=list)
+    torch_device = torch.device("cuda", 0)
+    windows = ("gdr", "bounce")
+    wakes = False
+    graphs = True
+
+    def __init__(self) -> None:
+        self._registered: list[NDArray[np.uint8]] = []
 
     def share(self, memory: NDArray[np.uint8], *, read_only: bool = False) -> torch.Tensor:
         flags = PORTABLE | MAPPED | (READ_ONLY if read_only else 0)

@@ -55,7 +55,8 @@ def connect(daemon: Daemon, name: str) -> StoreClient:
 
 def transport(client: StoreClient, *kinds: str) -> Transport:
     return Transport(
-        client, PretendGpu(), slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096, decode_ring=RING, bulk_ring=RingGeometry(4, 64, 4096),
+        client, PretendGpu(), slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096, decode_ring=RING,
+        bulk_ring=RingGeometry(4, 64, 4096),
         wait_ms=10_000, windows=kinds,
     )  # fmt: skip
 

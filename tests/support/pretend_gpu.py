@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode_worker.device import Host
@@ -70,18 +67,13 @@ def _again(function: Any, arguments: tuple[Any, ...], options: dict[str, Any], r
             before.copy_(now)
 
 
-@dataclass
 class PretendGpu(Host):
-    windows: tuple[str, ...] = ("gdr", "bounce")
-    wakes: bool = False
-    graphs: bool = True
-    shared: list[tuple[int, bool]] = field(default_factory=list)  # bytes, whether read-only
-    made: list[RecordedGraph] = field(default_factory=list)
-    closed: int = 0
+    windows = ("gdr", "bounce")
+    wakes = False
+    graphs = True
 
-    def share(self, memory: NDArray[np.uint8], *, read_only: bool = False) -> torch.Tensor:
-        self.shared.append((memory.nbytes, read_only))
-        return super().share(memory, read_only=read_only)
+    def __init__(self) -> None:
+        self.made: list[RecordedGraph] = []
 
     def at(self, address: int, size_bytes: int) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
@@ -89,6 +81,3 @@ class PretendGpu(Host):
     def graph(self) -> RecordedGraph:
         self.made.append(RecordedGraph())
         return self.made[-1]
-
-    def close(self) -> None:
-        self.closed += 1

@@ -338,7 +338,12 @@ class Crasher:
         if counted["packs_damaged"]:
             raise Lost(f"{counted['packs_damaged']} packs are damaged")
         assert counted == held, f"the daemon holds {counted}, the disk and one worker say {held}"
-        assert set(os.listdir(self._daemon.run_dir)) == {"store.sock", "broker.sock", "kvstored.log"}
+        sockets = {"store.sock", "broker.sock"}
+        assert set(os.listdir(self._daemon.run_dir)) == {
+            *sockets,
+            *(f"{name}.lock" for name in sockets),
+            "kvstored.log",
+        }
         assert not [name for name in os.listdir("/dev/shm") if "kvstore" in name or "headgate" in name]
 
     def _sample(self, chains: list[Chain]) -> list[Chain]:

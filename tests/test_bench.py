@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import comparison, decode, gather, isolation, nvme, products, restore, ring, scale, sessions
+from bench import comparison, decode, gather, gpu_facts, isolation, nvme, products, restore, ring, scale, sessions
 from bench.decoder import HITS
 from bench.rivals import RIVALS, NotRun, Problem, llama_cpp
 from decode_worker.figures import Figure, print_json
@@ -242,3 +242,15 @@ def test_products(capsys: pytest.CaptureFixture[str]) -> None:
     assert value["b8.compute.kept"] == 0
     assert value["b8.int8.kept"] == matrices
     assert value["retriever.int8.top1"] > 95
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_has_no_facts_of_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_facts"])
+    assert gpu_facts.main() == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    known = gpu_facts.facts()
+    assert known["gdrdrv"] is Path("/dev/gdrdrv").exists()
+    assert all(str(known[name]).startswith("not known: ") for name in ("copy_gbps", "gather_512B_gbps"))

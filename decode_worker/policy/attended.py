@@ -28,5 +28,5 @@ def attended_places(state: HeadState, layer: int, slot: int, head: int, position
     return torch.cat([
         torch.arange(min(cover, state.shape.sink)),
         first_tail(state, layer, slot, head) + torch.arange(cover, position + 1) % state.shape.tail,
-        state.places[at][: int(state.count[at])].long(),
+        state.places[at][: int(state.count[at])].long().cpu(),
     ])  # fmt: skip

@@ -100,9 +100,9 @@ def test_steps_lie_between_the_layers_of_a_sessions_first_sets(engine: EngineFac
     neighbour, other = worker.prefill(running)
     begun, begin = [], worker.loop._begin
 
-    def recorded(slots: list[int], positions: list[int]) -> None:
+    def recorded(slots: list[int], positions: list[int], rows: int = 0) -> None:
         begun.append(list(slots))
-        begin(slots, positions)
+        begin(slots, positions, rows)
 
     worker.loop._begin = recorded  # type: ignore[method-assign, assignment]
     work = worker.begin(prompt)

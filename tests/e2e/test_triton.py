@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from decode_worker import _native
 from decode_worker.config import WorkerConfig
 from decode_worker.engine import engine as engine_module
 from decode_worker.engine.engine import Engine
@@ -90,3 +91,21 @@ def test_an_engine_on_a_gpu_says_what_one_on_the_cpu_says(
     assert counted.hits > 0
     parts = LAYERS + 1 if "sync" in settings else 1
     assert [graph.replays for graph in gpu.made] == [STEPS - 2] * 2 * parts, "of one row, and of four"
+
+
+@pytest.mark.timeout(200)
+def test_a_daemon_that_dies_under_a_replay_is_an_error_behind_the_step(
+    gpu_daemon: Daemon, double: GpuDouble, checkpoint: Path, gpu: PretendGpu, patched_once: None
+) -> None:
+    """eta=1: heads always miss, so every step waits for the daemon."""
+    settings = worker_settings(gpu_daemon, checkpoint, **SETTINGS | {"eta": 1.0, "wait_ms": 2000}, kernels="triton")
+    with closing(Engine(WorkerConfig(**settings))) as engine:
+        session, _ = engine.prefill(random_ids(300, 97), growth=STEPS)
+        for token in range(STEPS):
+            engine.step([session], [token])
+        assert [graph.replays for graph in gpu.made] == [1]
+        gpu_daemon.kill()
+        with pytest.raises(_native.RingTimeout, match="not done within the deadline; the ring is poisoned"):
+            engine.step([session], [STEPS])
+        with pytest.raises(_native.RingPoisoned):
+            engine.step([session], [STEPS])

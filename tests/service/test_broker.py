@@ -149,6 +149,25 @@ def test_nothing_comes_before_hello(desk: Desk, message: object) -> None:
         assert peer.recv(4096) == b""
 
 
+@pytest.mark.parametrize("fails", ["_refusal", "_answer"])
+def test_what_goes_wrong_with_one_peer_leaves_the_broker_serving(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
+) -> None:
+    def fail(*_: object) -> bool:
+        monkeypatch.undo()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(desk.broker, fails, fail)
+    unlucky = knock(desk.path)
+    with contextlib.suppress(ConnectionError):
+        unlucky.send(b"{}")
+        assert unlucky.recv(4096) == b""
+    assert "can't start new thread" in caplog.text
+    with knock(desk.path) as peer:
+        assert "token" in say(peer, {"verb": "hello"})
+    unlucky.close()
+
+
 def test_the_end_of_a_connection_releases_its_worker_once(desk: Desk) -> None:
     BrokerConnection(desk.path, "short", 10.0).close()
     assert desk.left.wait(5.0)

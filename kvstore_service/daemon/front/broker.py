@@ -9,7 +9,6 @@ The kernel's word for the peer's user id is checked before a byte is read. A con
 """
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -236,7 +235,7 @@ class Broker:
                     self._accept(strangers)
                 elif isinstance(key.data, _Connection) and key.data not in ended:
                     died = key.fileobj is not key.data.socket
-                    if died or not self._answer(key.data):
+                    if died or not self._answer_safely(key.data):
                         ended.add(key.data)
                         strangers.pop(key.data.socket, None)
                         self._end(key.data)
@@ -252,31 +251,43 @@ class Broker:
             self._end(connection)
 
     def _accept(self, strangers: dict[socket.socket, _Connection]) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            try:
-                peer, _ = self._listener.accept()
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
-                self._refusals.event(error.errno, logging.WARNING, "no peer can be let in", error=error)
-                time.sleep(_CROWDED_NAP_S)
-                return
-            peer.setblocking(False)
-            pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            refusal = self._refusal(uid)
-            if refusal:
-                self._refusals.event((uid, refusal), logging.WARNING, "peer refused", uid=uid, pid=pid, reason=refusal)
-                with contextlib.suppress(OSError):
-                    _send(peer, {"error": refusal})
-                payer = uid if uid in self._allow_uids else STRANGERS
-                self._closers.close(payer, [peer.detach()])  # with what it has sent unread
-                return
-            connection = strangers[peer] = _Connection(peer, uid, pid, time.monotonic())
-            self._selector.register(peer, selectors.EVENT_READ, connection)
-            # A forked child can hold the socket open beyond its parent's death.
+        """One peer more. Whatever is wrong with it or with letting it in, the others are served."""
+        try:
+            peer, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            self._refusals.event(error.errno, logging.WARNING, "no peer can be let in", error=error)
+            time.sleep(_CROWDED_NAP_S)
+            return
+        try:
+            self._greet(peer, strangers)
+        except Exception as error:
+            if not isinstance(error, ConnectionError):  # it has gone again
+                log.exception("a peer could not be let in")
+            strangers.pop(peer, None)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(peer)
+            peer.close()
+            time.sleep(_CROWDED_NAP_S)
+
+    def _greet(self, peer: socket.socket, strangers: dict[socket.socket, _Connection]) -> None:
+        peer.setblocking(False)
+        pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        refusal = self._refusal(uid)
+        if refusal:
+            self._refusals.event((uid, refusal), logging.WARNING, "peer refused", uid=uid, pid=pid, reason=refusal)
             with contextlib.suppress(OSError):
-                connection.process = os.pidfd_open(pid)
-                self._selector.register(connection.process, selectors.EVENT_READ, connection)
+                _send(peer, {"error": refusal})
+            payer = uid if uid in self._allow_uids else STRANGERS
+            self._closers.close(payer, [peer.detach()])  # with what it has sent unread
+            return
+        connection = strangers[peer] = _Connection(peer, uid, pid, time.monotonic())
+        self._selector.register(peer, selectors.EVENT_READ, connection)
+        # A forked child can hold the socket open beyond its parent's death.
+        with contextlib.suppress(OSError):
+            connection.process = os.pidfd_open(pid)
+            self._selector.register(connection.process, selectors.EVENT_READ, connection)
 
     def _refusal(self, uid: int) -> str:
         if uid not in self._allow_uids:
@@ -289,6 +300,14 @@ class Broker:
         if len(peers) >= CONNECTIONS_MAX - (0 if uid in self._admin_uids else ADMIN_CONNECTIONS):
             return f"{len(peers)} connections are open"
         return ""
+
+    def _answer_safely(self, connection: _Connection) -> bool:
+        """As `_answer`; what goes wrong in it ends this connection alone."""
+        try:
+            return self._answer(connection)
+        except Exception:
+            log.exception("an answer failed", extra={"fields": {"uid": connection.uid, "pid": connection.pid}})
+            return False
 
     def _answer(self, connection: _Connection) -> bool:
         """Reads one message and answers it. False: the connection is over."""

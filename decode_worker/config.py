@@ -15,7 +15,7 @@ from decode_worker.policy.cache.base import CACHES
 from decode_worker.policy.presets import PRESETS
 from decode_worker.policy.reuse.base import REUSES
 from decode_worker.retrieval.base import RETRIEVERS
-from decode_worker.window import WINDOWS
+from decode_worker.window.kinds import WINDOWS
 from kvstore_service.shared.settings import (
     ConfigError,
     Key,

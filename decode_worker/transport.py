@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from decode_worker import _native
 from decode_worker.device import Device
 from decode_worker.policy.plan import NO_PAIRS, Ticket
-from decode_worker.window.base import WINDOWS
+from decode_worker.window.kinds import WINDOWS
 from decode_worker.work import Pieces
 from kvstore_service.client import RingGeometry, StoreClient, StoreError
 
@@ -51,21 +51,22 @@ class Transport:
         self.client = client
         self._device = device
         self.wait_us = wait_ms * 1000
+        kinds = [WINDOWS[name]() for name in windows]
         memory = client.register_worker(
             slots=slots,
             window_bytes=window_bytes,
             staging_bytes=staging_bytes,
             rings=[decode_ring, bulk_ring],
             wait_ms=wait_ms,
-            window_kinds=[WINDOWS[name].kind for name in windows],
+            window_kinds=[kind.kind for kind in kinds],
         )
         self.pack_tokens = memory.pack_tokens
         self._posted: deque[Posted] = deque()  # bulk tickets, the oldest first
         self._next_seq = 0
         self._moved_s = 0.0  # when a bulk ticket was posted, or a run of one was last seen to have ended
         with contextlib.closing(memory), contextlib.ExitStack() as undo:
-            kind = next(WINDOWS[name] for name in windows if WINDOWS[name].kind == memory.window_kind)
-            self.window = kind(memory.window_fd, memory.window_bytes, device)
+            made = next(kind for kind in kinds if kind.kind == memory.window_kind)
+            self.window = made(memory.window_fd, memory.window_bytes, device)
             undo.callback(self.window.close)
             undo.callback(device.close)
             self.window.self_test()

@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 
 from decode_worker.device import Device
-from decode_worker.kernels.registry import Registry
 
 
 class Window(ABC):
@@ -40,4 +39,3 @@ class Window(ABC):
 
 
 EMPTY = torch.empty(0, dtype=torch.uint8)
-WINDOWS: Registry[type[Window]] = Registry("window")

@@ -4,11 +4,10 @@ of the daemon or the driver. What the other windows of a GPU are compared with."
 import torch
 
 from decode_worker.device import Device
-from decode_worker.window.base import EMPTY, WINDOWS
+from decode_worker.window.base import EMPTY
 from decode_worker.window.shm import ShmWindow
 
 
-@WINDOWS.register("bounce")
 class BounceWindow(ShmWindow):
     def __init__(self, fd: int, size_bytes: int, device: Device) -> None:
         super().__init__(fd, size_bytes, device)

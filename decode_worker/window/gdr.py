@@ -4,13 +4,12 @@ import numpy as np
 
 from decode_worker._native import WINDOW_PROBE, ImportedWindow
 from decode_worker.device import Device
-from decode_worker.window.base import EMPTY, WINDOWS, Window
+from decode_worker.window.base import EMPTY, Window
 
 CUDA_LIBRARY = "libcuda.so.1"
 GPU = 0  # of those that this process sees
 
 
-@WINDOWS.register("gdr")
 class GdrWindow(Window):
     """What is imported stays valid when the daemon dies."""
 

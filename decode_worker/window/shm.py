@@ -7,10 +7,9 @@ import os
 import numpy as np
 
 from decode_worker.device import Device
-from decode_worker.window.base import EMPTY, WINDOWS, Window
+from decode_worker.window.base import EMPTY, Window
 
 
-@WINDOWS.register("shm")
 class ShmWindow(Window):
     kind = "shm"
 

@@ -11,7 +11,7 @@ import pytest
 
 from decode_worker._native import OP_RANGE, WINDOW_PROBE
 from decode_worker.window import gdr as gdr_module
-from decode_worker.window.base import WINDOWS
+from decode_worker.window.kinds import WINDOWS
 from kvstore_service._native import DataPlane, NativeError
 from tests.support.gpu_double import GpuDouble, gpu_double
 from tests.support.pretend_gpu import PretendGpu
@@ -213,7 +213,7 @@ def test_a_worker_imports_its_window_and_looks_at_both_ends(imported):
     plane, worker = imported
     fd = plane.window_descriptor(worker)
     device = mapped(fd, BYTES)
-    window = WINDOWS["gdr"](fd, BYTES, PretendGpu())
+    window = WINDOWS["gdr"]()(fd, BYTES, PretendGpu())
     window.self_test()
     assert not device.any(), "the test leaves nothing behind"
     with pytest.raises(RuntimeError, match="byte 0 as the daemon stored it"):
@@ -229,7 +229,7 @@ def test_a_window_whose_end_was_lost_is_found_out(imported):
     plane, worker = imported
     fd = plane.window_descriptor(worker)
     mapped(fd, BYTES)[-1] = 0
-    window = WINDOWS["gdr"](fd, BYTES, PretendGpu())
+    window = WINDOWS["gdr"]()(fd, BYTES, PretendGpu())
     with pytest.raises(RuntimeError, match=f"byte {BYTES - 64} .*--window=shm"):
         window.self_test()
     window.close()
@@ -237,7 +237,7 @@ def test_a_window_whose_end_was_lost_is_found_out(imported):
 
 def test_either_side_outlives_the_other(imported, double):
     plane, worker = imported
-    window = WINDOWS["gdr"](plane.window_descriptor(worker), BYTES, PretendGpu())
+    window = WINDOWS["gdr"]()(plane.window_descriptor(worker), BYTES, PretendGpu())
     window.self_test()
     plane.remove_worker(worker)
     window._imported.write(0, np.full(64, 7, np.uint8))
@@ -250,5 +250,5 @@ def test_either_side_outlives_the_other(imported, double):
 def test_what_is_no_window_is_not_imported(imported, double):
     base = double.live()
     with pytest.raises(RuntimeError, match=r"cuMemMap|cuMemImport"):
-        WINDOWS["gdr"](memfd("small", 4096), BYTES, PretendGpu())
+        WINDOWS["gdr"]()(memfd("small", 4096), BYTES, PretendGpu())
     assert double.live() == base

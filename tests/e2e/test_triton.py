@@ -13,8 +13,8 @@ from decode_worker.engine import engine as engine_module
 from decode_worker.engine.engine import Engine
 from decode_worker.policy.counters import Counters
 from decode_worker.policy.settings import STAGGER
-from decode_worker.window import WINDOWS
 from decode_worker.window import gdr as gdr_module
+from decode_worker.window.kinds import WINDOWS
 from tests.support.daemon_process import Daemon
 from tests.support.gpu_double import GpuDouble, gpu_double
 from tests.support.interpreter import bounded, patched_once
@@ -58,7 +58,7 @@ def decoded(daemon: Daemon, checkpoint: Path, expected: str, **settings: object)
     """Logits of steps of one session, then of three, of which one grows; and what they count."""
     config = WorkerConfig(**worker_settings(daemon, checkpoint, **SETTINGS, **settings))
     with closing(Engine(config)) as engine:
-        assert type(engine.transport.window) is WINDOWS[expected]
+        assert type(engine.transport.window) is WINDOWS[expected]()
         sessions, last = zip(*(engine.prefill(random_ids(n, n), growth=2 * STEPS) for n in PROMPTS), strict=True)
         stored, seen = sessions[0].stored, list(last)
         for together in (1, len(sessions)):

@@ -472,9 +472,13 @@ def test_something_else_in_a_files_place_is_refused(tmp_path: Path, name: str, m
 
 
 @pytest.mark.parametrize("directory", [b"/tmp/\xff", b"~nobody-of-that-name/data", b""])
-def test_odd_paths_are_one_line(directory: bytes) -> None:
-    with pytest.raises(config.ConfigError, match=r"data_dir=.*: write a path"):
+def test_odd_paths_are_one_line(directory: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = r"data_dir=.*: write a path"
+    with pytest.raises(config.ConfigError, match=rf"{wanted}|--data-dir=.* is not UTF-8"):
         config.load([f"--data-dir={os.fsdecode(directory)}"])
+    monkeypatch.setenv("KVSTORE_DATA_DIR", os.fsdecode(directory))
+    with pytest.raises(config.ConfigError, match=wanted):
+        config.load([])
 
 
 def test_an_empty_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from decode_worker.device import Host
-from decode_worker.window.base import WINDOWS
+from decode_worker.window.kinds import WINDOWS
 from kvstore_service._native import WINDOW_KINDS
 
 SIZE = 1 << 16
@@ -24,7 +24,7 @@ def test_the_worker_knows_every_kind_of_the_daemon():
 
 
 def test_a_window_shows_what_is_delivered(fd):
-    window = WINDOWS["shm"](fd, SIZE, Host())
+    window = WINDOWS["shm"]()(fd, SIZE, Host())
     window.self_test()
     assert not window.tensor.any(), "the test leaves nothing behind"
     os.pwrite(fd, b"record", 4096)
@@ -35,7 +35,7 @@ def test_a_window_shows_what_is_delivered(fd):
 
 
 def test_a_window_that_is_not_shared_is_found_out(fd):
-    window = WINDOWS["shm"](fd, SIZE, Host())
+    window = WINDOWS["shm"]()(fd, SIZE, Host())
     window.landing = window.landing.clone()
     with pytest.raises(RuntimeError, match="byte 0"):
         window.self_test()
@@ -43,7 +43,7 @@ def test_a_window_that_is_not_shared_is_found_out(fd):
 
 
 def test_a_bounced_window_is_filled_from_where_the_daemon_delivers(fd):
-    window = WINDOWS["bounce"](fd, SIZE, Host())
+    window = WINDOWS["bounce"]()(fd, SIZE, Host())
     window.self_test()
     os.pwrite(fd, b"record", 4096)
     assert not window.tensor.any()

@@ -16,7 +16,7 @@ TARGETS = ("sm_80", "sm_90")
 COMPILE_S = 280
 THREE_PROGRAMS = 65536 // (3 * 128) // 8 * 8  # registers of a thread, where three programs of 4 warps share an SM
 LLAMA = "bfloat16-4-128"
-REGISTERS_MAX = {"attend": THREE_PROGRAMS, "encode": 128, "score": 128, "delta": 128}
+REGISTERS_MAX = {"attend": THREE_PROGRAMS, "similarity": 128, "score": 128, "delta": 128}
 REGISTERS_OF_OTHERS_MAX = 64
 STACK_MAX = {"delta": 8}  # sixteen warps leave it 128 registers, and it wants 129
 
@@ -119,7 +119,10 @@ def test_a_wait_acquires_and_a_poisoning_releases_at_system_scope(kernels: list[
 
 @pytest.mark.timeout(300)
 def test_a_post_acquires_its_credit_and_releases_its_ticket_at_system_scope(kernels: list[Kernel]) -> None:
-    assert any(kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3 for kernel in named(kernels, "wishes"))
-    (kernel,) = named(kernels, "ticket")
+    assert any(kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3 for kernel in named(kernels, "delta"))
+    (kernel,) = named(kernels, "post")
     (released,) = re.finditer(r"st\.release\.sys\.global\.b64", kernel.ptx)
-    assert kernel.ptx[: released.start()].rfind("bar.sync") > kernel.ptx.find("st.global") > 0, "described before it"
+    before = kernel.ptx[: released.start()]
+    assert before.rfind("bar.sync") > before.rfind("st.global") > 0, "described before it"
+    (counted,) = re.finditer(r"atom\.global\.(sys\.acq_rel|acq_rel\.sys)\.add", before)
+    assert before.find("bar.sync") < counted.start(), "each program's pairs before it counts itself"

@@ -15,14 +15,11 @@ import triton
 import triton.language as tl
 
 from decode_worker import _native
+from decode_worker.gpu.kernels.wishes import AUX, FIELDS, HAS_OLD_SET, HEAD, PAIRS, SLOT, STATUS, Wishes
 from decode_worker.gpu.launch import launch
 from decode_worker.gpu.sync import LATE, READY, poll, store_release
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.counters import Counters
-
-# A wished-for change, as int32[FIELDS]: the ticket's run i is that of wish i.
-FIELDS = 8
-SLOT, HEAD, HAS_OLD_SET, PAIRS, FIRST_PAIR, STATUS, AUX = range(7)
 
 RUNS = 32  # that one look takes in
 
@@ -33,26 +30,6 @@ _OK, _STALE = tl.constexpr(_native.STATUS_OK), tl.constexpr(_native.STATUS_STALE
 _ABORTED, _INTERNAL = tl.constexpr(_native.FAULT_ABORTED), tl.constexpr(_native.FAULT_INTERNAL)
 _DATA_LOSS, _NOT_POSTED = tl.constexpr(_native.FAULT_DATA_LOSS), tl.constexpr(_native.FAULT_NOT_POSTED)
 _MOVED, _STALES, _ERRORS = (tl.constexpr(Counters.NAMES.index(n)) for n in ("records_moved", "stale", "errors"))
-
-
-class Wishes:
-    """What each layer has asked for and not committed yet. `look_up` writes it, `arrive` ends it.
-
-    number   int64[layers]: of the ticket that carries a layer's wishes; 0: it was not posted
-    count    int32[layers]: wishes; 0: nothing is under way, and nothing is waited for
-    wishes   int32[layers, runs, FIELDS], in order of (row, head); STATUS and AUX are `arrive`'s
-    landed   int64[layers, 2]: the ticket that `arrive` has just read all cells of, and their number; 0 and 0: none
-    """
-
-    def __init__(self, layers: int, runs: int, device: torch.device) -> None:
-        self.number = torch.zeros(layers, dtype=torch.int64, device=device)
-        self.count = torch.zeros(layers, dtype=torch.int32, device=device)
-        self.wishes = torch.zeros((layers, runs, FIELDS), dtype=torch.int32, device=device)
-        self.landed = torch.zeros((layers, 2), dtype=torch.int64, device=device)
-
-    @property
-    def runs(self) -> int:
-        return self.wishes.shape[1]
 
 
 @dataclass(frozen=True, eq=False)

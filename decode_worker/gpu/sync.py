@@ -5,10 +5,10 @@ Who is not on its device: load-acquire, store-release, and waiting, all at syste
 Triton. The interpreter has no memory orders to keep: there they are plain accesses and Python's clock, and what they
 prove is the logic, not the order.
 
-The other programs of its launch: `ends_last`. Between a store of one program and a load of another lie then: the first
-one's barrier, which puts the stores of all its threads before its counting; the counting, one thread's release, which
-carries along what the barrier has shown it, to another's acquire; the second one's barrier. All four are ordered by
-PTX's causality, so a release at system scope behind them hands over to the host what any program of the launch stored.
+The other programs of its launch: `ends_last`, `wait_for`. What lies between a store of one and a load of another is the
+first one's barrier, which puts the stores of all its threads before its counting; the counting, one thread's release,
+which carries along what the barrier has shown it, to another's acquire; the second one's barrier. All four are ordered
+by PTX's causality, so a release at system scope behind them hands to the host what any program of the launch stored.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -76,6 +76,18 @@ def ends_last(ended, programs, SCOPE: tl.constexpr):
         tl.store(ended, 0)
     tl.debug_barrier()  # and none reads before that one has heard of the others
     return is_last
+
+
+@triton.jit
+def wait_for(ended, programs):
+    """Until so many have counted themselves by `ends_last`; then this one sees all that they have stored.
+
+    Only for those that are sure to run already: one that has not started may need this one's room."""
+    seen = tl.atomic_add(ended, 0, sem="acquire", scope="gpu")
+    while seen < programs:
+        pause()
+        seen = tl.atomic_add(ended, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
 
 
 @triton.jit

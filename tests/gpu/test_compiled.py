@@ -16,7 +16,7 @@ TARGETS = ("sm_80", "sm_90")
 COMPILE_S = 280
 THREE_PROGRAMS = 65536 // (3 * 128) // 8 * 8  # registers of a thread, where three programs of 4 warps share an SM
 LLAMA = "bfloat16-4-128"
-REGISTERS_MAX = {"attend": THREE_PROGRAMS, "similarity": 128, "score": 128, "delta": 128}
+REGISTERS_MAX = {"attend": THREE_PROGRAMS, "similarity": 128, "select": 128, "delta": 128}
 REGISTERS_OF_OTHERS_MAX = 64
 STACK_MAX = {"delta": 8}  # sixteen warps leave it 128 registers, and it wants 129
 

@@ -177,6 +177,8 @@ class Selecting:
         )  # fmt: skip
         s.misses[2] = 0
         select.select(state, *row, 1, self.index, s)
+        assert not s.claimed.any(), "the next launch claims from 0"
+        assert not s.ended.any()
         for lane in (0, 1, 3):
             slot, position = int(self.rows.slots[lane // 2]), int(self.rows.positions[lane // 2])
             queries = self.query[lane // 2].reshape(2, shape.group, 16)[lane % 2]

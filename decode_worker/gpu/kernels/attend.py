@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from decode_worker.gpu.kernels.append import stored
-from decode_worker.gpu.launch import launch
+from decode_worker.gpu.launch import launch, multiprocessors
 from decode_worker.gpu.sync import INTERPRETED, ends_last
 from decode_worker.kernels.state import HeadState
 
@@ -38,8 +38,7 @@ class AttendScratch:
         self.out = torch.zeros((lanes, PARTS, group, d), dtype=torch.float32, device=device)
         self.lse = torch.zeros((lanes, PARTS, group), dtype=torch.float32, device=device)
         self.ended = torch.zeros(lanes, dtype=torch.int32, device=device)  # parts; zero between launches
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        self.programs = 3 * multiprocessors
+        self.programs = 3 * multiprocessors(device)
 
 
 def attend(

@@ -140,13 +140,19 @@ class TritonKernels(Kernels):
         self._await(layer, self.context.wait_us)
 
     def _await(self, layer: int, timeout_us: int) -> None:
-        if self._requests is None or not self._selects[layer]:
-            return
+        if self._posts(layer):
+            arrive.await_ticket(self.context.state, layer, *self._ticket(timeout_us))
+            self._gather(layer)
+
+    def _posts(self, layer: int) -> bool:
+        return self._requests is not None and self._selects[layer]
+
+    def _ticket(self, timeout_us: int) -> tuple[Wishes, arrive.Completions, int, bool]:
+        return self._wishes, self._completions, timeout_us * 1000, self.context.stale_fails
+
+    def _gather(self, layer: int) -> None:
         context = self.context
-        arrive.await_ticket(
-            context.state, layer, self._wishes, self._completions, timeout_us * 1000, context.stale_fails
-        )
-        if context.landing is not context.window:
+        if context.landing is not context.window and self._requests is not None:
             gather.gather(
                 context.state, layer, self._wishes, self._requests.pairs, None, context.landing.view(torch.int32),
                 context.window.view(torch.int32), context.record_bytes, GATHER_PROGRAMS,
@@ -160,8 +166,15 @@ class TritonKernels(Kernels):
         arrive.commit(self.context.state, layer, self._wishes, statuses is not None, self.context.stale_fails)
 
     def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.await_ticket(layer)
-        self.append(layer, key, value)
+        if not self._posts(layer):
+            self.append(layer, key, value)
+            return
+        context = self.context
+        arrive.arrive(
+            context.state, self._slots, self._positions, layer, *self._ticket(context.wait_us), key, value,
+            self._records, context.record_bytes,
+        )  # fmt: skip
+        self._gather(layer)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         context = self.context

@@ -82,7 +82,8 @@ def ends_last(ended, programs, SCOPE: tl.constexpr):
 def wait_for(ended, programs):
     """Until so many have counted themselves by `ends_last`; then this one sees all that they have stored.
 
-    Only for those that are sure to run already: one that has not started may need this one's room."""
+    Only for those that are sure to run already, since one that has not started may need this one's room; and that end
+    by a deadline of their own, since this wait has none."""
     seen = tl.atomic_add(ended, 0, sem="acquire", scope="gpu")
     while seen < programs:
         pause()

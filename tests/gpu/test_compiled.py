@@ -105,16 +105,28 @@ def test_records_are_pulled_and_written_in_wide_words(kernels: list[Kernel]) -> 
         assert kernel.count(r"st\.global\.v4\.b32") > 0, kernel[:5]
     for kernel in named(kernels, "append"):
         assert kernel.count(r"st\.global\.(b8|b16)\b") == 0, kernel[:5]
+    for kernel in named(kernels, "arrive"):
+        assert kernel.count(r"st\.global\.b16\b") == 0, kernel[:5]
 
 
 @pytest.mark.timeout(300)
 def test_a_wait_acquires_and_a_poisoning_releases_at_system_scope(kernels: list[Kernel]) -> None:
-    (kernel,) = named(kernels, "await_ticket")
-    assert kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3, "two poison words, and the cells"
-    assert kernel.count(r"st\.release\.sys\.global\.b64|fence\.acq_rel\.sys;\s*st\.") >= 1
-    assert kernel.count(r"%globaltimer") >= 2
-    assert kernel.count(r"nanosleep") >= 1
-    assert kernel.count(r"(atom|red)[a-z0-9._]*\.sys") == 0, "the peer's mapping is read-only: polling never writes"
+    for kernel in named(kernels, "await_ticket") + named(kernels, "arrive"):
+        assert kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3, "two poison words, and the cells"
+        assert kernel.count(r"st\.release\.sys\.global\.b64|fence\.acq_rel\.sys;\s*st\.") >= 1
+        assert kernel.count(r"%globaltimer") >= 2
+        assert kernel.count(r"nanosleep") >= 1
+        assert kernel.count(r"(atom|red)[a-z0-9._]*\.sys") == 0, "the peer's mapping is read-only: polling never writes"
+
+
+@pytest.mark.timeout(300)
+def test_who_waits_for_another_program_acquires_what_that_one_releases(kernels: list[Kernel]) -> None:
+    for kernel in named(kernels, "select") + named(kernels, "arrive"):
+        looks = kernel.count(r"(ld|atom)\.global\.(gpu\.acquire|acquire\.gpu)\.")
+        assert looks == 2, f"the first look and the one of the loop: {kernel[:5]}"
+        (counted,) = re.finditer(r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)\.add\.u32", kernel.ptx)
+        before = kernel.ptx[: counted.start()]
+        assert before.rfind("bar.") > before.rfind("st.global") > 0, kernel[:5]
 
 
 @pytest.mark.timeout(300)

@@ -6,6 +6,9 @@ import torch
 
 from decode_worker.gpu.kernels import delta, post, select
 from decode_worker.gpu.kernels.attend import PART, AttendScratch, attend
+from decode_worker.gpu.launch import recorded
+from decode_worker.policy.counters import Counters
+from tests.qsac.pretend import HEAD_DIM
 
 from .heads import Heads
 from .interleave import interleaved
@@ -68,3 +71,49 @@ def test_attention_has_the_same_bits_whatever_the_order_of_programs(rng):
         assert not scratch.ended.any()
         assert torch.equal(results[-1][0], results[0][0])
         assert torch.equal(results[-1][1], results[0][1])
+
+
+def test_a_token_is_appended_behind_the_commit_whatever_the_order_of_programs(rng):
+    """Full tails, unless what arrives covers more: whose set is in use decides whether a row has a fault."""
+    ring = PretendRing()
+    twins = twins_over(ring, rng, "qsac")
+    twins.bind(0, 512, 530)
+    twins.bind(1, 256, 300)
+    twins.begin({0: 530, 1: 300})
+    look_up(twins, 0)
+    right = reference_ticket(twins, 0)
+    assert right is not None
+    statuses = twins.statuses(right, failing=0.3)
+    ring.answer(1, statuses)
+    for bench in twins.benches:
+        state = bench.state
+        cover = state.cover[:, 0]
+        cover.copy_(torch.where(state.parity[0] == torch.arange(2).view(2, 1, 1), -(10**6), cover))
+    key, value = (torch.from_numpy(rng.standard_normal((2, 2, HEAD_DIM), np.float32)) for _ in range(2))
+    twins.reference.kernels.commit(0, statuses)
+    twins.reference.kernels.append(0, key, value)
+    with interleaved(int(rng.integers(2**31))) as ran:
+        twins.triton.kernels.arrive(0, key, value)
+    twins.compare()
+    mine, theirs = (bench.kernels.context.window for bench in twins.benches)
+    assert torch.equal(mine, theirs)
+    assert ran == ["arrive"]
+    ring.close()
+
+
+def test_a_layer_is_at_most_six_launches(rng):
+    ring = PretendRing()
+    twins = twins_over(ring, rng, "qsac")
+    twins.bind(0, 512, 530)
+    twins.begin({0: 530})
+    kernels, state = twins.triton.kernels, twins.triton.state
+    query = torch.from_numpy(twins.layer_query(1))
+    key, value = (torch.from_numpy(rng.standard_normal((1, 2, HEAD_DIM), np.float32)) for _ in range(2))
+    with recorded() as launches:
+        look_up(twins, 1)
+        ring.answer(1, twins.statuses(ring.take(1)[0], failing=0))
+        kernels.arrive(1, key, value)
+        kernels.attend(1, query[:1], torch.empty_like(query[:1]), torch.empty(1, query.shape[1]))
+    assert [launch.name for launch in launches] == ["_similarity", "_select", "_delta", "_post", "_arrive", "_attend"]
+    assert Counters.of(state.counters.tolist()).records_moved > 0
+    ring.close()

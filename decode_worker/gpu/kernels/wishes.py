@@ -31,6 +31,7 @@ class Wishes:
     count    int32[layers]: wishes; 0: nothing is under way, and nothing is waited for
     wishes   int32[layers, runs, FIELDS], in order of (row, head); STATUS and AUX are `arrive`'s
     landed   int64[layers, 2]: the ticket that `arrive` has just read all cells of, and their number; 0 and 0: none
+    begun, ended   int32[1]: programs of `arrive`; zero between launches
     """
 
     def __init__(self, layers: int, runs: int, device: torch.device) -> None:
@@ -38,6 +39,7 @@ class Wishes:
         self.count = torch.zeros(layers, dtype=torch.int32, device=device)
         self.wishes = torch.zeros((layers, runs, FIELDS), dtype=torch.int32, device=device)
         self.landed = torch.zeros((layers, 2), dtype=torch.int64, device=device)
+        self.begun, self.ended = torch.zeros(2, 1, dtype=torch.int32, device=device)
 
     @property
     def runs(self) -> int:

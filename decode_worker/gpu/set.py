@@ -58,10 +58,15 @@ class TritonKernels(Kernels):
             self._projection = torch.from_numpy(context.retriever.projection.copy()).to(device)
         self._records = context.window.view(STORAGE[context.dtype])
         self._attend_scratch = attend.AttendScratch(shape.slots, shape.heads, shape.group, shape.head_dim, device)
+        self._counted = [
+            self._selection.claimed, self._selection.ended, self._delta.ended, self._wishes.begun, self._wishes.ended,
+            self._attend_scratch.ended,
+        ]  # fmt: skip
         self._error = torch.zeros(1, dtype=torch.int32, device=device)
         self._requests: Requests | None = None
         if context.ring is not None:
             self._requests, cells = map_ring(context.ring, context.device, self._error)
+            self._counted.append(self._requests.ended)
             self._completions = arrive.Completions(
                 cells, self._requests.own_poison, self._requests.peer_poison, self._error
             )
@@ -81,6 +86,7 @@ class TritonKernels(Kernels):
         self._slots.copy_(rows.slot)
         self._positions.copy_(rows.position)
         self._step.fill_((step & 0xFFFFFFFF) - ((step & 0x80000000) << 1))
+        torch._foreach_zero_(self._counted)  # as an interrupted launch of the interpreter would not leave them
         clear_faults(self.context.state, self._slots, self._rows)
 
     def raise_for_error(self) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from decode_worker import _native
 from decode_worker.gpu.kernels import delta, post, select
 from decode_worker.gpu.kernels.attend import PART, AttendScratch, attend
 from decode_worker.gpu.launch import recorded
@@ -73,32 +74,36 @@ def test_attention_has_the_same_bits_whatever_the_order_of_programs(rng):
         assert torch.equal(results[-1][1], results[0][1])
 
 
-def test_a_token_is_appended_behind_the_commit_whatever_the_order_of_programs(rng):
-    """Full tails, unless what arrives covers more: whose set is in use decides whether a row has a fault."""
-    ring = PretendRing()
-    twins = twins_over(ring, rng, "qsac")
-    twins.bind(0, 512, 530)
-    twins.bind(1, 256, 300)
-    twins.begin({0: 530, 1: 300})
-    look_up(twins, 0)
-    right = reference_ticket(twins, 0)
-    assert right is not None
-    statuses = twins.statuses(right, failing=0.3)
-    ring.answer(1, statuses)
-    for bench in twins.benches:
-        state = bench.state
-        cover = state.cover[:, 0]
-        cover.copy_(torch.where(state.parity[0] == torch.arange(2).view(2, 1, 1), -(10**6), cover))
-    key, value = (torch.from_numpy(rng.standard_normal((2, 2, HEAD_DIM), np.float32)) for _ in range(2))
-    twins.reference.kernels.commit(0, statuses)
-    twins.reference.kernels.append(0, key, value)
-    with interleaved(int(rng.integers(2**31))) as ran:
-        twins.triton.kernels.arrive(0, key, value)
-    twins.compare()
-    mine, theirs = (bench.kernels.context.window for bench in twins.benches)
-    assert torch.equal(mine, theirs)
-    assert ran == ["arrive"]
-    ring.close()
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_token_is_appended_behind_the_commit_whatever_the_order_of_programs(rng, layer):
+    """Tails are full until what arrives covers more, but for one head's: that row has a fault."""
+    for seed in rng.integers(2**31, size=3).tolist():
+        ring = PretendRing()
+        twins = twins_over(ring, rng, "qsac")
+        twins.bind(0, 512, 530)
+        twins.bind(1, 256, 300)
+        twins.begin({0: 530, 1: 300})
+        look_up(twins, layer)
+        right = reference_ticket(twins, layer)
+        assert right is not None
+        statuses = twins.statuses(right, failing=0)
+        ring.answer(1, statuses)
+        for bench in twins.benches:
+            state = bench.state
+            cover, side = state.cover[:, layer], torch.arange(2).view(2, 1, 1)
+            cover.copy_(torch.where(state.parity[layer] == side, -(10**6), cover))
+            cover[:, 1, 1] = -(10**6)
+        key, value = (torch.from_numpy(rng.standard_normal((2, 2, HEAD_DIM), np.float32)) for _ in range(2))
+        twins.reference.kernels.commit(layer, statuses)
+        twins.reference.kernels.append(layer, key, value)
+        with interleaved(seed) as ran:
+            twins.triton.kernels.arrive(layer, key, value)
+        twins.compare()
+        assert twins.reference.state.fault.tolist()[:2] == [0, _native.FAULT_TAIL_FULL]
+        mine, theirs = (bench.kernels.context.window for bench in twins.benches)
+        assert torch.equal(mine, theirs)
+        assert ran == ["arrive"]
+        ring.close()
 
 
 def test_a_layer_is_at_most_six_launches(rng):

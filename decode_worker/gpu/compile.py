@@ -133,6 +133,8 @@ def launch_all(dtype: torch.dtype, group: int, d: int, rows: int = 4, heads: int
     kernels.begin(row, 1)
     kernels.look_up(1, query, QueryKind.SPECULATIVE)
     kernels.arrive(1, key, key)
+    kernels.await_ticket(1)
+    kernels.append(1, key, key)
     kernels.attend(1, query, query, torch.zeros(rows, heads * group))
     kernels.plan(1, query, QueryKind.SPECULATIVE)
     kernels.commit(1, None)

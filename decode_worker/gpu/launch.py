@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, eq=False)
 class Launch:
@@ -34,6 +36,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     for listener in _listeners:
         listener(this)
     this()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of which a launch of programs that share their work fills each with a few. The interpreter is one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @contextmanager

@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
-from decode_worker.gpu.kernels import append, arrive, attend, encode, gather, post, select
-from decode_worker.gpu.kernels.arrive import AUX, FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS
+from decode_worker.gpu.kernels import append, arrive, attend, gather, post, select, wishes
 from decode_worker.gpu.kernels.begin import clear_faults
 from decode_worker.gpu.kernels.delta import Delta, find_delta
 from decode_worker.gpu.kernels.similarity import find_misses
+from decode_worker.gpu.kernels.wishes import AUX, FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS, Wishes
+from decode_worker.gpu.requests import Requests, map_ring
 from decode_worker.gpu.sync import LATE, POISONED
 from decode_worker.kernels.base import Kernels, Rows, StepContext
 from decode_worker.policy.plan import QueryKind, Ticket, gather_runs
@@ -29,8 +30,8 @@ GATHER_PROGRAMS = 32
 _ERRORS: dict[int, tuple[type[_native.RingError], str]] = {
     LATE.value: (_native.RingTimeout, "a ticket is not done within the deadline; the ring is poisoned"),
     POISONED.value: (_native.RingPoisoned, "the ring is poisoned"),
-    post.NO_CREDIT: (_native.NoCredit, "the store has not consumed an earlier ticket within the deadline"),
-    post.TOO_LARGE: (_native.RingError, "a layer's misses do not fit a ticket of the ring: raise its runs or pairs"),
+    wishes.NO_CREDIT: (_native.NoCredit, "the store has not consumed an earlier ticket within the deadline"),
+    wishes.TOO_LARGE: (_native.RingError, "a layer's misses do not fit a ticket of the ring: raise its runs or pairs"),
 }
 
 
@@ -51,16 +52,21 @@ class TritonKernels(Kernels):
         self._index = select.SlotIndex(state, context.settings.context, device)
         self._selection = select.Selection(state, self._index, device)
         self._delta = Delta(state, device)
-        self._wishes = arrive.Wishes(shape.layers, shape.slots * shape.heads, device)
+        self._wishes = Wishes(shape.layers, shape.slots * shape.heads, device)
         self._projection = torch.empty(0, device=device)
         if isinstance(context.retriever, HashRetriever):
             self._projection = torch.from_numpy(context.retriever.projection.copy()).to(device)
         self._records = context.window.view(STORAGE[context.dtype])
         self._attend_scratch = attend.AttendScratch(shape.slots, shape.heads, shape.group, shape.head_dim, device)
+        self._counted = [
+            self._selection.claimed, self._selection.ended, self._delta.ended, self._wishes.begun, self._wishes.ended,
+            self._attend_scratch.ended,
+        ]  # fmt: skip
         self._error = torch.zeros(1, dtype=torch.int32, device=device)
-        self._requests: post.Requests | None = None
+        self._requests: Requests | None = None
         if context.ring is not None:
-            self._requests, cells = post.map_ring(context.ring, context.device, self._error)
+            self._requests, cells = map_ring(context.ring, context.device, self._error)
+            self._counted.append(self._requests.ended)
             self._completions = arrive.Completions(
                 cells, self._requests.own_poison, self._requests.peer_poison, self._error
             )
@@ -80,6 +86,7 @@ class TritonKernels(Kernels):
         self._slots.copy_(rows.slot)
         self._positions.copy_(rows.position)
         self._step.fill_((step & 0xFFFFFFFF) - ((step & 0x80000000) << 1))
+        torch._foreach_zero_(self._counted)  # as an interrupted launch of the interpreter would not leave them
         clear_faults(self.context.state, self._slots, self._rows)
 
     def raise_for_error(self) -> None:
@@ -119,20 +126,19 @@ class TritonKernels(Kernels):
         assert (runs["first_pair"] == wishes[:, FIRST_PAIR]).all()
         return Ticket(_native.OP_GATHER, layer, runs, together)
 
-    def _choose(self, layer: int, query: torch.Tensor, kind: QueryKind, requests: post.Requests | None) -> None:
+    def _choose(self, layer: int, query: torch.Tensor, kind: QueryKind, requests: Requests | None) -> None:
         context, rows, selection = self.context, self._rows, self._selection
         state, settings = context.state, context.settings
         row = (self._slots, self._positions, rows)
         find_misses(
-            state, *row, layer, query, int(kind), settings.cos_floor, settings.reuse.by_label, selection.misses,
-            selection.histogram,
+            state, *row, layer, query, int(kind), settings.cos_floor, settings.reuse.by_label,
+            self._projection, selection,
         )  # fmt: skip
-        encode.encode(selection.misses, rows, layer, query, state.shape.group, self._projection, selection.codes)
         select.select(state, *row, layer, self._index, selection)
         find_delta(
-            state, *row, self._step, layer, query, int(kind), settings.cache, self._index, selection, self._delta
+            state, *row, self._step, layer, query, int(kind), settings.cache, self._index, selection, self._delta,
+            self._wishes, requests, context.wait_us,
         )  # fmt: skip
-        post.list_wishes(state, self._slots, rows, layer, self._delta, self._wishes, requests, context.wait_us)
 
     # --- arrive ---
 
@@ -140,13 +146,19 @@ class TritonKernels(Kernels):
         self._await(layer, self.context.wait_us)
 
     def _await(self, layer: int, timeout_us: int) -> None:
-        if self._requests is None or not self._selects[layer]:
-            return
+        if self._posts(layer):
+            arrive.await_ticket(self.context.state, layer, *self._ticket(timeout_us))
+            self._gather(layer)
+
+    def _posts(self, layer: int) -> bool:
+        return self._requests is not None and self._selects[layer]
+
+    def _ticket(self, timeout_us: int) -> tuple[Wishes, arrive.Completions, int, bool]:
+        return self._wishes, self._completions, timeout_us * 1000, self.context.stale_fails
+
+    def _gather(self, layer: int) -> None:
         context = self.context
-        arrive.await_ticket(
-            context.state, layer, self._wishes, self._completions, timeout_us * 1000, context.stale_fails
-        )
-        if context.landing is not context.window:
+        if context.landing is not context.window and self._requests is not None:
             gather.gather(
                 context.state, layer, self._wishes, self._requests.pairs, None, context.landing.view(torch.int32),
                 context.window.view(torch.int32), context.record_bytes, GATHER_PROGRAMS,
@@ -160,8 +172,15 @@ class TritonKernels(Kernels):
         arrive.commit(self.context.state, layer, self._wishes, statuses is not None, self.context.stale_fails)
 
     def arrive(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.await_ticket(layer)
-        self.append(layer, key, value)
+        if not self._posts(layer):
+            self.append(layer, key, value)
+            return
+        context = self.context
+        arrive.arrive(
+            context.state, self._slots, self._positions, layer, *self._ticket(context.wait_us), key, value,
+            self._records, context.record_bytes,
+        )  # fmt: skip
+        self._gather(layer)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         context = self.context

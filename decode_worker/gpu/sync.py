@@ -1,8 +1,14 @@
-"""How a kernel meets whoever is not on its device: load-acquire, store-release, and waiting, all at system scope.
+"""How a program meets whoever runs beside it.
 
-The ring's rules (csrc/protocol/README.md) are kept with these three alone. On a device they are PTX, the same for every
-version of Triton. The interpreter has no memory orders to keep: there they are plain accesses and Python's clock, and
-what they prove is the logic, not the order.
+Who is not on its device: load-acquire, store-release, and waiting, all at system scope. The ring's rules
+(csrc/protocol/README.md) are kept with these three alone. On a device they are PTX, the same for every version of
+Triton. The interpreter has no memory orders to keep: there they are plain accesses and Python's clock, and what they
+prove is the logic, not the order.
+
+The other programs of its launch: `ends_last`, `wait_for`. What lies between a store of one and a load of another is the
+first one's barrier, which puts the stores of all its threads before its counting; the counting, one thread's release,
+which carries along what the barrier has shown it, to another's acquire; the second one's barrier. All four are ordered
+by PTX's causality, so a release at system scope behind them hands to the host what any program of the launch stored.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -57,6 +63,32 @@ def store_release(word, value):
             }""",
             "=&r,l,l,~{memory}", [word, value.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def ends_last(ended, programs, SCOPE: tl.constexpr):
+    """Whether the others of so many programs have ended before this one, which then sees all that they have stored.
+
+    `ended` counts them, int32, and is zero again behind the last. SCOPE: "gpu", or "sys" where it is host memory."""
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    is_last = tl.atomic_add(ended, 1, sem="acq_rel", scope=SCOPE) == programs - 1
+    if is_last:
+        tl.store(ended, 0)
+    tl.debug_barrier()  # and none reads before that one has heard of the others
+    return is_last
+
+
+@triton.jit
+def wait_for(ended, programs):
+    """Until so many have counted themselves by `ends_last`; then this one sees all that they have stored.
+
+    Only for those that are sure to run already, since one that has not started may need this one's room; and that end
+    by a deadline of their own, since this wait has none."""
+    seen = tl.atomic_add(ended, 0, sem="acquire", scope="gpu")
+    while seen < programs:
+        pause()
+        seen = tl.atomic_add(ended, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
 
 
 @triton.jit

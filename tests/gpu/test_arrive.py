@@ -11,18 +11,8 @@ import pytest
 import torch
 
 from decode_worker import _native
-from decode_worker.gpu.kernels.arrive import (
-    AUX,
-    HAS_OLD_SET,
-    HEAD,
-    PAIRS,
-    SLOT,
-    STATUS,
-    Completions,
-    Wishes,
-    await_ticket,
-    commit,
-)
+from decode_worker.gpu.kernels.arrive import Completions, await_ticket, commit
+from decode_worker.gpu.kernels.wishes import AUX, HAS_OLD_SET, HEAD, PAIRS, SLOT, STATUS, Wishes
 from decode_worker.gpu.sync import LATE, POISONED
 from decode_worker.kernels.reference import ReferenceKernels, Wish
 

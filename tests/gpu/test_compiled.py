@@ -16,7 +16,7 @@ TARGETS = ("sm_80", "sm_90")
 COMPILE_S = 280
 THREE_PROGRAMS = 65536 // (3 * 128) // 8 * 8  # registers of a thread, where three programs of 4 warps share an SM
 LLAMA = "bfloat16-4-128"
-REGISTERS_MAX = {"attend": THREE_PROGRAMS, "encode": 128, "score": 128, "delta": 128}
+REGISTERS_MAX = {"attend": THREE_PROGRAMS, "similarity": 128, "select": 128, "delta": 128}
 REGISTERS_OF_OTHERS_MAX = 64
 STACK_MAX = {"delta": 8}  # sixteen warps leave it 128 registers, and it wants 129
 
@@ -105,21 +105,36 @@ def test_records_are_pulled_and_written_in_wide_words(kernels: list[Kernel]) -> 
         assert kernel.count(r"st\.global\.v4\.b32") > 0, kernel[:5]
     for kernel in named(kernels, "append"):
         assert kernel.count(r"st\.global\.(b8|b16)\b") == 0, kernel[:5]
+    for kernel in named(kernels, "arrive"):
+        assert kernel.count(r"st\.global\.b16\b") == 0, kernel[:5]
 
 
 @pytest.mark.timeout(300)
 def test_a_wait_acquires_and_a_poisoning_releases_at_system_scope(kernels: list[Kernel]) -> None:
-    (kernel,) = named(kernels, "await_ticket")
-    assert kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3, "two poison words, and the cells"
-    assert kernel.count(r"st\.release\.sys\.global\.b64|fence\.acq_rel\.sys;\s*st\.") >= 1
-    assert kernel.count(r"%globaltimer") >= 2
-    assert kernel.count(r"nanosleep") >= 1
-    assert kernel.count(r"(atom|red)[a-z0-9._]*\.sys") == 0, "the peer's mapping is read-only: polling never writes"
+    for kernel in named(kernels, "await_ticket") + named(kernels, "arrive"):
+        assert kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3, "two poison words, and the cells"
+        assert kernel.count(r"st\.release\.sys\.global\.b64|fence\.acq_rel\.sys;\s*st\.") >= 1
+        assert kernel.count(r"%globaltimer") >= 2
+        assert kernel.count(r"nanosleep") >= 1
+        assert kernel.count(r"(atom|red)[a-z0-9._]*\.sys") == 0, "the peer's mapping is read-only: polling never writes"
+
+
+@pytest.mark.timeout(300)
+def test_who_waits_for_another_program_acquires_what_that_one_releases(kernels: list[Kernel]) -> None:
+    for kernel in named(kernels, "select") + named(kernels, "arrive"):
+        looks = kernel.count(r"(ld|atom)\.global\.(gpu\.acquire|acquire\.gpu)\.")
+        assert looks == 2, f"the first look and the one of the loop: {kernel[:5]}"
+        (counted,) = re.finditer(r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)\.add\.u32", kernel.ptx)
+        before = kernel.ptx[: counted.start()]
+        assert before.rfind("bar.") > before.rfind("st.global") > 0, kernel[:5]
 
 
 @pytest.mark.timeout(300)
 def test_a_post_acquires_its_credit_and_releases_its_ticket_at_system_scope(kernels: list[Kernel]) -> None:
-    assert any(kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3 for kernel in named(kernels, "wishes"))
-    (kernel,) = named(kernels, "ticket")
+    assert any(kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3 for kernel in named(kernels, "delta"))
+    (kernel,) = named(kernels, "post")
     (released,) = re.finditer(r"st\.release\.sys\.global\.b64", kernel.ptx)
-    assert kernel.ptx[: released.start()].rfind("bar.sync") > kernel.ptx.find("st.global") > 0, "described before it"
+    before = kernel.ptx[: released.start()]
+    assert before.rfind("bar.sync") > before.rfind("st.global") > 0, "described before it"
+    (counted,) = re.finditer(r"atom\.global\.(sys\.acq_rel|acq_rel\.sys)\.add", before)
+    assert before.find("bar.sync") < counted.start(), "each program's pairs before it counts itself"

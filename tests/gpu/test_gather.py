@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from decode_worker import _native
-from decode_worker.gpu.kernels.arrive import FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS, Wishes
 from decode_worker.gpu.kernels.gather import gather
+from decode_worker.gpu.kernels.wishes import FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS, Wishes
 
 from .heads import Heads
 

@@ -1,8 +1,11 @@
 """What heads that miss hold, fetch and attend to, in Triton, bit for bit as the reference has it."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from decode_worker.gpu.kernels import delta, select
 from decode_worker.policy.cache.base import CACHES, Cache, Stamp
@@ -104,3 +107,23 @@ def test_a_slot_of_another_session_inherits_nothing(rng):
         bench.unbind(0)
     twins.bind(0, 256, 280)
     twins.step({0: 280})
+
+
+@pytest.mark.timeout(60)
+def test_what_programs_of_an_interrupted_launch_have_counted_is_forgotten(rng, monkeypatch):
+    """Nobody interrupts a device's; an interpreted one would wait for programs that are gone."""
+    twins = Twins(rng, "qsac")
+    twins.bind(0, 512, 530)
+    twins.begin({0: 530})
+    atomic, calls = InterpreterBuilder.create_atomic_rmw, itertools.count()
+
+    def interrupted(*arguments: object) -> object:
+        if next(calls) == 9:
+            raise KeyboardInterrupt
+        return atomic(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_atomic_rmw", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            twins.triton.plan(0, twins.layer_query(0))
+    twins.step({0: 530})

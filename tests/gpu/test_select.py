@@ -38,6 +38,11 @@ def head_state(rng, **changes) -> HeadState:
     return HeadState(PolicySettings(**{**values, **changes}))
 
 
+def made_selection(state: HeadState) -> select.Selection:
+    device = torch.device("cpu")
+    return select.Selection(state, select.SlotIndex(state, 2048, device), device)
+
+
 def int32(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -70,14 +75,15 @@ def test_a_head_misses_when_the_reference_says_so(rng, group, by_label):
     rows.query[0, 3, 0] *= -1  # a cosine that is not positive
     state.tau[1, 2], state.tau[1, 1] = -1, 0.1
     state.first_position[rows.slots[0]] = rows.positions[0]
-    misses = torch.full((3 * 5,), 7, dtype=torch.int32)
-    histogram = torch.ones((3 * 5, 1024), dtype=torch.int32)
+    selection = made_selection(state)
+    selection.misses[:], selection.histogram[:] = 7, 1
     query = torch.from_numpy(rows.query).reshape(3, 5 * group, 16)
     find_misses(
-        state, rows.slots, rows.positions, 3, 1, query, QueryKind.SPECULATIVE, COS_FLOOR, by_label, misses, histogram
-    )
+        state, rows.slots, rows.positions, 3, 1, query, QueryKind.SPECULATIVE, COS_FLOOR, by_label,
+        torch.zeros(2, 5, 16, 256), selection,
+    )  # fmt: skip
     lookups = hits = forced = 0
-    for lane, missed in enumerate(misses.tolist()):
+    for lane, missed in enumerate(selection.misses.tolist()):
         row, head = divmod(lane, 5)
         slot, position = int(rows.slots[row]), int(rows.positions[row])
         if slot < 0:
@@ -88,7 +94,7 @@ def test_a_head_misses_when_the_reference_says_so(rng, group, by_label):
         near = by_label and int(state.label_kind[at]) == QueryKind.SPECULATIVE and sim > float(state.tau[1, head])
         must = position - int(state.cover[at]) >= int(state.forced_from[1, head])
         assert missed == (not near or must), (row, head, sim)
-        assert histogram[lane].sum() == (0 if missed else 1024)
+        assert selection.histogram[lane].any() == (not missed)
         if row != 0:
             lookups, hits, forced = lookups + 1, hits + (near and not must), forced + must
     counted = Counters.of(state.counters.tolist())
@@ -99,25 +105,30 @@ def test_a_resident_head_and_a_row_with_a_fault_select_nothing(rng):
     state = head_state(rng)
     rows = Rows(rng, state)
     state.fault[rows.slots[1]] = 15
-    misses, histogram = torch.full((6,), 7, dtype=torch.int32), torch.zeros((6, 1024), dtype=torch.int32)
-    query = torch.from_numpy(rows.query).reshape(3, 8, 16)
-    find_misses(state, rows.slots, rows.positions, 3, 0, query, QueryKind.TRUE, COS_FLOOR, False, misses, histogram)
-    assert misses.tolist() == [0, 1, 0, 0, 0, 0]
+    selection = made_selection(state)
+    selection.misses[:] = 7
+    query, projection = torch.from_numpy(rows.query).reshape(3, 8, 16), torch.zeros(2, 2, 16, 256)
+    find_misses(state, rows.slots, rows.positions, 3, 0, query, QueryKind.TRUE, COS_FLOOR, False, projection, selection)
+    assert selection.misses.tolist() == [0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("group", "d"), [(1, 16), (4, 40), (5, 128), (8, 64)])
 def test_folded_codes_give_hamming_distances(rng, group, d):
-    heads, rows = 2, 2
-    projection = multiples(rng.standard_normal((2, heads, d, 256)), 16)
-    retriever = HashRetriever(projection, np.zeros((2, heads, d), np.float32))
-    query = multiples(rng.standard_normal((rows, heads * group, d)), 64)
-    planes = encode.planes(group)
-    codes = torch.zeros((rows, heads, 1 + planes, 8), dtype=torch.int32)
-    misses = int32([1, 1, 0, 1])
-    encode.encode(misses, rows, 1, torch.from_numpy(query), group, torch.from_numpy(projection), codes)
-    assert not codes[1, 0].any(), "a head that hits is not encoded"
+    state = head_state(rng, group=group, head_dim=d, record_bytes=-(-8 * d // 64) * 64)
+    rows, selection = Rows(rng, state), made_selection(state)
+    projection = multiples(rng.standard_normal((2, 2, d, 256)), 16)
+    retriever = HashRetriever(projection, np.zeros((2, 2, d), np.float32))
+    query = multiples(rows.query.reshape(3, 2 * group, d), 64)
+    state.tau[1], state.forced_from[1] = torch.tensor([2, -2]), 10**6
+    state.label[:], state.label_kind[:] = 1, QueryKind.TRUE
+    find_misses(
+        state, rows.slots, rows.positions, 3, 1, torch.from_numpy(query), QueryKind.TRUE, -2, True,
+        torch.from_numpy(projection), selection,
+    )  # fmt: skip
+    codes = selection.codes.view(3, 2, 1 + encode.planes(group), 8)
+    assert not codes[:, 1].any(), "a head that hits is not encoded"
     keys = rng.integers(0, 1 << 64, (50, 4), dtype=np.uint64)
-    for row, head in ((0, 0), (0, 1), (1, 1)):
+    for row, head in ((0, 0), (1, 0)):
         own = retriever.query_codes(1, head, query[row, head * group : (head + 1) * group])
         distance = np.bitwise_count(keys[:, None] ^ own).sum((1, 2)).astype(int)
         majority, *masks = codes[row, head].numpy().view(np.uint32)
@@ -159,13 +170,15 @@ class Selecting:
 
     def check(self) -> None:
         state, s, shape = self.state, self.selection, self.state.shape
-        s.histogram.zero_()
-        s.misses[:] = int32([1, 1, 0, 1, 0, 0])
         row = (self.rows.slots, self.rows.positions, 3)
-        encode.encode(
-            s.misses, 3, 1, torch.from_numpy(self.query), shape.group, torch.from_numpy(self.projection), s.codes
-        )
+        find_misses(
+            state, *row, 1, torch.from_numpy(self.query), QueryKind.TRUE, COS_FLOOR, False,
+            torch.from_numpy(self.projection), s,
+        )  # fmt: skip
+        s.misses[2] = 0
         select.select(state, *row, 1, self.index, s)
+        assert not s.claimed.any(), "the next launch claims from 0"
+        assert not s.ended.any()
         for lane in (0, 1, 3):
             slot, position = int(self.rows.slots[lane // 2]), int(self.rows.positions[lane // 2])
             queries = self.query[lane // 2].reshape(2, shape.group, 16)[lane % 2]

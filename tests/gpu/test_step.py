@@ -14,9 +14,7 @@ from decode_worker.policy.counters import Counters
 from tests.qsac.pretend import RandomRetriever
 
 from .ring import PretendRing
-from .twins import LAYERS, Twins
-
-WAIT_US = 2000
+from .twins import LAYERS, WAIT_US, Twins, look_up, reference_ticket, twins_over
 
 
 @pytest.fixture
@@ -24,25 +22,6 @@ def ring() -> Iterator[PretendRing]:
     made = PretendRing()
     yield made
     made.close()
-
-
-def twins_over(ring: PretendRing, rng: np.random.Generator, preset: str = "qsac", **changes) -> Twins:
-    """Its Triton set posts to a ring."""
-    twins = Twins(rng, preset, **changes)
-    bench = twins.triton
-    bench.kernels = KERNELS["triton"](replace(bench.kernels.context, ring=ring.producer, wait_us=WAIT_US))
-    bench.policy.tell(bench.kernels)
-    return twins
-
-
-def look_up(twins: Twins, layer: int) -> None:
-    twins.triton.kernels.look_up(
-        layer, torch.from_numpy(twins.layer_query(layer)), twins.triton.policy.query_kind(layer)
-    )
-
-
-def reference_ticket(twins: Twins, layer: int):
-    return twins.reference.plan(layer, twins.layer_query(layer))
 
 
 @pytest.mark.parametrize("preset", ["qsac", "lru"])

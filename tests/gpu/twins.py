@@ -1,17 +1,22 @@
 """Two kernel sets that are told the same, side by side: Triton's and the reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from decode_worker import _native
 from decode_worker.kernels.base import Kernels
+from decode_worker.kernels.sets import KERNELS
 from decode_worker.policy.plan import Ticket
 from decode_worker.retrieval.hash import HashRetriever
 from tests.qsac.pretend import HEAD_DIM, Bench, counted, settings
 
 from .exact import multiples
+from .ring import PretendRing
 
 LAYERS, HEADS = 2, 2
+WAIT_US = 2000
 OK, ERROR = _native.STATUS_OK, _native.STATUS_ERROR
 KEPT = (
     "held", "held_places", "held_count", "places", "count", "label", "label_kind", "cover", "generation", "parity",
@@ -101,3 +106,22 @@ class Twins:
                 for kernels in self.kernels:
                     kernels.commit(layer, statuses)
             self.compare()
+
+
+def twins_over(ring: PretendRing, rng: np.random.Generator, preset: str = "qsac", **changes) -> Twins:
+    """Its Triton set posts to a ring."""
+    twins = Twins(rng, preset, **changes)
+    bench = twins.triton
+    bench.kernels = KERNELS["triton"](replace(bench.kernels.context, ring=ring.producer, wait_us=WAIT_US))
+    bench.policy.tell(bench.kernels)
+    return twins
+
+
+def look_up(twins: Twins, layer: int) -> None:
+    twins.triton.kernels.look_up(
+        layer, torch.from_numpy(twins.layer_query(layer)), twins.triton.policy.query_kind(layer)
+    )
+
+
+def reference_ticket(twins: Twins, layer: int):
+    return twins.reference.plan(layer, twins.layer_query(layer))

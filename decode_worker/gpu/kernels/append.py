@@ -1,4 +1,4 @@
-"""`arrive`, second half: a new token's K and V become one record of each head's window."""
+"""The second half of `arrive`: a new token's K and V become one record of each head's window."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 
@@ -46,31 +46,41 @@ def _append(
     D: tl.constexpr, D_BLOCK: tl.constexpr, SINK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
     RECORD_BYTES: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
+    append_token(
+        tl.program_id(0), tl.program_id(1), slots, positions, key, value, window, base, capacity, cover, parity,
+        resident, fault, layer, SIDE, SLOTS, HEADS, HEADS_BLOCK, D, D_BLOCK, SINK, UNIT, TAIL, RECORD_BYTES,
+        ELEMENT_BYTES,
+    )  # fmt: skip
+
+
+@triton.jit
+def append_token(
+    row, head, slots, positions, key, value, window, base, capacity, cover, parity, resident, fault, layer,
+    SIDE: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, SINK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
+    RECORD_BYTES: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
+):  # fmt: skip
     slot, position = tl.load(slots + row), tl.load(positions + row)
-    if slot < 0:
-        return
     heads = tl.arange(0, HEADS_BLOCK)
-    there = heads < HEADS
-    at = (layer * SLOTS + slot) * HEADS + heads
+    there = heads < tl.where(slot >= 0, HEADS, 0)
+    at = (layer * SLOTS + tl.maximum(slot, 0)) * HEADS + heads
     side = tl.load(parity + at, mask=there, other=0).to(tl.int64)
     covered = tl.load(cover + side * SIDE + at, mask=there, other=0)
     selects = tl.load(resident + layer * HEADS + heads, mask=there, other=1) == 0
     full = ((position - covered >= TAIL) & (there & selects)).to(tl.int32)
     if (head == 0) & (tl.max(full, 0) != 0):
         tl.atomic_cas(fault + slot, 0, _TAIL_FULL)
-    if tl.max(tl.where(heads <= head, full, 0), 0) != 0:
-        return
-
-    lane = (layer * SLOTS + slot) * HEADS + head
-    tail_place = SINK + tl.load(capacity + lane) * UNIT + position % TAIL
-    place = tl.where(tl.load(resident + layer * HEADS + head) != 0, position, tail_place)
-    first = tl.multiple_of(tl.load(base + lane) // ELEMENT_BYTES, 16)
-    record = window + first + place.to(tl.int64) * (RECORD_BYTES // ELEMENT_BYTES)
-    i = tl.arange(0, D_BLOCK)
-    token = (row * HEADS + head) * D + i
-    tl.store(record + i, stored(tl.load(key + token, mask=i < D, other=0.0), window.dtype.element_ty), mask=i < D)
-    tl.store(record + D + i, stored(tl.load(value + token, mask=i < D, other=0.0), window.dtype.element_ty), mask=i < D)
+    if (slot >= 0) & (tl.max(tl.where(heads <= head, full, 0), 0) == 0):
+        lane = (layer * SLOTS + slot) * HEADS + head
+        tail_place = SINK + tl.load(capacity + lane) * UNIT + position % TAIL
+        place = tl.where(tl.load(resident + layer * HEADS + head) != 0, position, tail_place)
+        first = tl.multiple_of(tl.load(base + lane) // ELEMENT_BYTES, 16)
+        record = window + first + place.to(tl.int64) * (RECORD_BYTES // ELEMENT_BYTES)
+        i = tl.arange(0, D_BLOCK)
+        token, inside = (row * HEADS + head) * D + i, i < D
+        k, v = tl.load(key + token, mask=inside, other=0.0), tl.load(value + token, mask=inside, other=0.0)
+        tl.store(record + i, stored(k, window.dtype.element_ty), mask=inside)
+        tl.store(record + D + i, stored(v, window.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""`arrive`, first half: waits for the cells of a layer's ticket and commits what came. One program of one warp.
+"""Waits for the cells of a layer's ticket and commits what came: one program of one warp. With a new token there are
+more, which append it behind the commit: whether a tail is full depends on it.
 
 A ticket that does not come in time poisons the ring, finally: the word that the peer polls is set, `error` says so, and
 every later wait ends at its first look. Heads whose records did not come keep their set, or their row has a fault.
@@ -15,14 +16,12 @@ import triton
 import triton.language as tl
 
 from decode_worker import _native
+from decode_worker.gpu.kernels.append import append_token
+from decode_worker.gpu.kernels.wishes import AUX, FIELDS, HAS_OLD_SET, HEAD, PAIRS, SLOT, STATUS, Wishes
 from decode_worker.gpu.launch import launch
-from decode_worker.gpu.sync import LATE, READY, poll, store_release
+from decode_worker.gpu.sync import LATE, READY, ends_last, poll, store_release, wait_for
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.counters import Counters
-
-# A wished-for change, as int32[FIELDS]: the ticket's run i is that of wish i.
-FIELDS = 8
-SLOT, HEAD, HAS_OLD_SET, PAIRS, FIRST_PAIR, STATUS, AUX = range(7)
 
 RUNS = 32  # that one look takes in
 
@@ -33,26 +32,6 @@ _OK, _STALE = tl.constexpr(_native.STATUS_OK), tl.constexpr(_native.STATUS_STALE
 _ABORTED, _INTERNAL = tl.constexpr(_native.FAULT_ABORTED), tl.constexpr(_native.FAULT_INTERNAL)
 _DATA_LOSS, _NOT_POSTED = tl.constexpr(_native.FAULT_DATA_LOSS), tl.constexpr(_native.FAULT_NOT_POSTED)
 _MOVED, _STALES, _ERRORS = (tl.constexpr(Counters.NAMES.index(n)) for n in ("records_moved", "stale", "errors"))
-
-
-class Wishes:
-    """What each layer has asked for and not committed yet. `look_up` writes it, `arrive` ends it.
-
-    number   int64[layers]: of the ticket that carries a layer's wishes; 0: it was not posted
-    count    int32[layers]: wishes; 0: nothing is under way, and nothing is waited for
-    wishes   int32[layers, runs, FIELDS], in order of (row, head); STATUS and AUX are `arrive`'s
-    landed   int64[layers, 2]: the ticket that `arrive` has just read all cells of, and their number; 0 and 0: none
-    """
-
-    def __init__(self, layers: int, runs: int, device: torch.device) -> None:
-        self.number = torch.zeros(layers, dtype=torch.int64, device=device)
-        self.count = torch.zeros(layers, dtype=torch.int32, device=device)
-        self.wishes = torch.zeros((layers, runs, FIELDS), dtype=torch.int32, device=device)
-        self.landed = torch.zeros((layers, 2), dtype=torch.int64, device=device)
-
-    @property
-    def runs(self) -> int:
-        return self.wishes.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +63,34 @@ def await_ticket(
     )  # fmt: skip
 
 
+def arrive(
+    state: HeadState,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    layer: int,
+    wishes: Wishes,
+    ring: Completions,
+    timeout_ns: int,
+    stale_fails: bool,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: torch.Tensor,
+    record_bytes: int,
+) -> None:
+    """`await_ticket`, then `append` (kernels/append.py)."""
+    rows, heads, d = key.shape
+    tickets, runs_max, _ = ring.cells.shape
+    launch(
+        _arrive, (1 + rows * heads,), wishes.number, wishes.count, wishes.wishes, wishes.landed,
+        ring.cells, ring.own_poison, ring.peer_poison, ring.error,
+        state.parity, state.fault, state.counters, wishes.begun, wishes.ended,
+        slots, positions, key, value, window, state.base, state.capacity, state.cover, state.resident,
+        layer, timeout_ns, wishes.runs, tickets, runs_max, state.parity.shape[1], heads, stale_fails, RUNS,
+        state.parity.numel(), triton.next_power_of_2(heads), d, triton.next_power_of_2(d),
+        state.shape.sink, state.shape.unit, state.shape.tail, record_bytes, window.element_size(), num_warps=1,
+    )  # fmt: skip
+
+
 def commit(state: HeadState, layer: int, wishes: Wishes, answered: bool, stale_fails: bool) -> None:
     """Commits by the STATUS and AUX that the wishes hold; not answered: none of them was posted."""
     _, slots, heads = state.parity.shape
@@ -95,6 +102,45 @@ def commit(state: HeadState, layer: int, wishes: Wishes, answered: bool, stale_f
 
 @triton.jit(do_not_specialize=["layer", "timeout_ns"])
 def _await_ticket(
+    number_of, count_of, wishes, landed, cells, own_poison, peer_poison, error, parity, fault, counters,
+    layer, timeout_ns, WISHES: tl.constexpr, TICKETS: tl.constexpr, RUNS_MAX: tl.constexpr,
+    SLOTS: tl.constexpr, HEADS: tl.constexpr, STALE_FAILS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _collect(
+        number_of, count_of, wishes, landed, cells, own_poison, peer_poison, error, parity, fault, counters,
+        layer, timeout_ns, WISHES, TICKETS, RUNS_MAX, SLOTS, HEADS, STALE_FAILS, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer", "timeout_ns"])
+def _arrive(
+    number_of, count_of, wishes, landed, cells, own_poison, peer_poison, error, parity, fault, counters, begun, ended,
+    slots, positions, key, value, window, base, capacity, cover, resident,
+    layer, timeout_ns, WISHES: tl.constexpr, TICKETS: tl.constexpr, RUNS_MAX: tl.constexpr,
+    SLOTS: tl.constexpr, HEADS: tl.constexpr, STALE_FAILS: tl.constexpr, BLOCK: tl.constexpr,
+    SIDE: tl.constexpr, HEADS_BLOCK: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, SINK: tl.constexpr,
+    UNIT: tl.constexpr, TAIL: tl.constexpr, RECORD_BYTES: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
+):  # fmt: skip
+    # The first to begin collects, whichever that is: the others wait for one that runs.
+    order = tl.atomic_add(begun, 1, sem="relaxed")
+    if order == 0:
+        _collect(
+            number_of, count_of, wishes, landed, cells, own_poison, peer_poison, error, parity, fault, counters,
+            layer, timeout_ns, WISHES, TICKETS, RUNS_MAX, SLOTS, HEADS, STALE_FAILS, BLOCK,
+        )  # fmt: skip
+    else:
+        wait_for(ended, 1)
+        append_token(
+            (order - 1) // HEADS, (order - 1) % HEADS, slots, positions, key, value, window, base, capacity, cover,
+            parity, resident, fault, layer, SIDE, SLOTS, HEADS, HEADS_BLOCK, D, D_BLOCK, SINK, UNIT, TAIL,
+            RECORD_BYTES, ELEMENT_BYTES,
+        )  # fmt: skip
+    if ends_last(ended, tl.num_programs(0), "gpu"):
+        tl.store(begun, 0)
+
+
+@triton.jit
+def _collect(
     number_of, count_of, wishes, landed, cells, own_poison, peer_poison, error, parity, fault, counters,
     layer, timeout_ns, WISHES: tl.constexpr, TICKETS: tl.constexpr, RUNS_MAX: tl.constexpr,
     SLOTS: tl.constexpr, HEADS: tl.constexpr, STALE_FAILS: tl.constexpr, BLOCK: tl.constexpr,

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from decode_worker.gpu.kernels.append import stored
-from decode_worker.gpu.launch import launch
-from decode_worker.gpu.sync import INTERPRETED
+from decode_worker.gpu.launch import launch, multiprocessors
+from decode_worker.gpu.sync import INTERPRETED, ends_last
 from decode_worker.kernels.state import HeadState
 
 PARTS = 64  # of a lane, at most
@@ -38,8 +38,7 @@ class AttendScratch:
         self.out = torch.zeros((lanes, PARTS, group, d), dtype=torch.float32, device=device)
         self.lse = torch.zeros((lanes, PARTS, group), dtype=torch.float32, device=device)
         self.ended = torch.zeros(lanes, dtype=torch.int32, device=device)  # parts; zero between launches
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        self.programs = 3 * multiprocessors
+        self.programs = 3 * multiprocessors(device)
 
 
 def attend(
@@ -119,11 +118,8 @@ def _attend(
             first = (lane * _PARTS + part) * GROUP + group
             tl.store(part_out + first[:, None] * D + i[None, :], value, mask=there)
             tl.store(part_lse + first, log_sum, mask=head_there)
-            tl.debug_barrier()  # all warps have stored before one of them says so
-            if tl.atomic_add(ended + lane, 1, sem="acq_rel", scope="gpu") == part_count - 1:
-                tl.debug_barrier()
+            if ends_last(ended + lane, part_count, "gpu"):
                 _join(part_out, part_lse, out, lse, lane, part_count, GROUP, D, D_BLOCK)
-                tl.store(ended + lane, 0)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """What a head that misses must fetch, where it goes, and the head's next side: docs/qsac.md, step 5 and "Old sets".
 
-A program per head. It walks its lists in blocks, a phase after the other; between two phases that read each other's
-stores the program's threads meet. A unit place is counted from 0 behind the sinks.
+A program per head; who ends last lists the layer's wishes and claims their ticket. A program walks its lists in blocks,
+a phase after the other; between two phases that read each other's stores its threads meet. A unit place is counted from
+0 behind the sinks.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -13,7 +14,10 @@ import triton
 import triton.language as tl
 
 from decode_worker.gpu.kernels.select import Selection, SlotIndex, indexed, limit
+from decode_worker.gpu.kernels.wishes import Wishes, claim_ticket, list_wishes
 from decode_worker.gpu.launch import launch
+from decode_worker.gpu.requests import Requests
+from decode_worker.gpu.sync import ends_last
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.cache.base import Cache, Stamp
 from decode_worker.policy.counters import Counters
@@ -29,8 +33,9 @@ class Delta:
     """Scratch of a layer's changes, and their result.
 
     pairs        int32[slots * H, pairs_max, 2]: (record, place) of what a slot's head must fetch, by record
-    pair_count   int32[slots * H], by row: how many of them; 0 for a head that fetches nothing
+    pair_count   int32[slots * H], by row: how many of them, of a head that misses
     has_old_set  int32[slots * H], by row: whether the head has something coherent without them
+    ended        int32[1]: heads that are done; zero between launches
     """
 
     def __init__(self, state: HeadState, device: torch.device) -> None:
@@ -44,6 +49,7 @@ class Delta:
         self.place_of = zeros(max(1, shape.places // shape.unit))  # of the wanted units
         self.pairs = zeros(shape.places + shape.sink, 2)
         self.pair_count, self.has_old_set = zeros(), zeros()
+        self.ended = torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def find_delta(
@@ -59,42 +65,93 @@ def find_delta(
     index: SlotIndex,
     selection: Selection,
     delta: Delta,
+    wishes: Wishes,
+    requests: Requests | None,
+    looks: int,
 ) -> None:
-    """step: int32[1]. Writes the other side of each head that misses; one that has nothing to fetch goes over to it."""
-    shape = state.shape
+    """step: int32[1]. Writes the other side of each head that misses; one that has nothing to fetch goes over to it.
+
+    Fills the layer's wishes, and claims a ticket for them where there is a ring. looks: at the credit, at most."""
+    shape, lanes, r = state.shape, rows * state.shape.heads, requests
+    ring, area = (wishes.number,) * 4 + (wishes.count,), (0, 0, 0)
+    if r is not None:
+        ring = r.own_poison, r.peer_poison, r.consumed, r.next_number, r.error
+        area = r.runs.shape[1], r.pairs.shape[1], r.tickets.shape[0]
     launch(
-        _delta, (rows * shape.heads,),
+        _delta, (lanes,),
         selection.misses, slots, positions, step, selection.wanted, selection.wanted_count,
         index.head, index.tokens, index.sink_records, query,
         state.held, state.held_places, state.held_count, state.places, state.count, state.label, state.label_kind,
         state.cover, state.generation, state.parity, state.issued, state.stamp, state.capacity, state.chosen,
         state.missing, state.stored, state.counters,
         delta.use, delta.free, delta.place_of, delta.pairs, delta.pair_count, delta.has_old_set,
-        layer, kind,
+        delta.ended, wishes.count, wishes.number, wishes.wishes, *ring,
+        layer, kind, looks,
         SIDE=state.parity.numel(), SLOTS=shape.slots, HEADS=shape.heads, UNITS=shape.units, PLACES=shape.places,
         UNIT=shape.unit, SINK=shape.sink, SINK_BLOCK=triton.next_power_of_2(max(1, shape.sink)), RECENT=shape.recent,
         LABEL=shape.group * shape.head_dim, CAPACITY=index.capacity, WANTED=selection.wanted.shape[-1],
         PAIRS=delta.pairs.shape[1], STEPS=max(shape.units, selection.wanted.shape[-1]).bit_length(),
         KEEPS=cache.keeps, WHOLE=cache.whole, STAMP=int(cache.stamp), CHUNK=CHUNK,
+        LAYERS=shape.layers, LAYERS_BLOCK=triton.next_power_of_2(shape.layers), LANES=lanes,
+        LANES_BLOCK=triton.next_power_of_2(lanes), WISHES=wishes.runs,
+        RUNS_MAX=area[0], PAIRS_MAX=area[1], TICKETS=area[2],
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer", "kind"])
+@triton.jit(do_not_specialize=["layer", "kind", "looks"])
 def _delta(
     misses, slots, positions, step, wanted_of, wanted_count, head_of, tokens, sink_records, query,
     held, held_places, held_count, places, count, label, label_kind, cover, generation, parity, issued, stamp_of,
     capacity, chosen, missing_of, stored, counters,
     use_of, free_of, place_of, pairs_of, pair_count, has_old_set,
-    layer, kind,
+    ended, wish_count, number, wishes, own_poison, peer_poison, consumed, next_number, error,
+    layer, kind, looks,
+    SIDE: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, UNITS: tl.constexpr, PLACES: tl.constexpr,
+    UNIT: tl.constexpr, SINK: tl.constexpr, SINK_BLOCK: tl.constexpr, RECENT: tl.constexpr, LABEL: tl.constexpr,
+    CAPACITY: tl.constexpr, WANTED: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr,
+    KEEPS: tl.constexpr, WHOLE: tl.constexpr, STAMP: tl.constexpr, CHUNK: tl.constexpr,
+    LAYERS: tl.constexpr, LAYERS_BLOCK: tl.constexpr, LANES: tl.constexpr, LANES_BLOCK: tl.constexpr,
+    WISHES: tl.constexpr, RUNS_MAX: tl.constexpr, PAIRS_MAX: tl.constexpr, TICKETS: tl.constexpr,
+):  # fmt: skip
+    lane = tl.program_id(0)
+    if tl.load(misses + lane) == 0:
+        return
+    _change(
+        slots, positions, step, wanted_of, wanted_count, head_of, tokens, sink_records, query,
+        held, held_places, held_count, places, count, label, label_kind, cover, generation, parity, issued, stamp_of,
+        capacity, chosen, missing_of, stored, counters,
+        use_of, free_of, place_of, pairs_of, pair_count, has_old_set,
+        lane, layer, kind,
+        SIDE, SLOTS, HEADS, UNITS, PLACES, UNIT, SINK, SINK_BLOCK, RECENT, LABEL, CAPACITY, WANTED, PAIRS, STEPS,
+        KEEPS, WHOLE, STAMP, CHUNK,
+    )  # fmt: skip
+    every = tl.arange(0, LANES_BLOCK)
+    missed = tl.sum(tl.load(misses + every, mask=every < LANES, other=0), 0)
+    if ends_last(ended, missed, "gpu"):
+        runs, pairs = list_wishes(
+            misses, slots, pair_count, has_old_set, wish_count, wishes, layer, LANES, LANES_BLOCK, HEADS, WISHES
+        )
+        if TICKETS > 0:
+            if runs != 0:
+                claim_ticket(
+                    runs, pairs, number, layer, looks, own_poison, peer_poison, consumed, next_number, error,
+                    LAYERS, LAYERS_BLOCK, RUNS_MAX, PAIRS_MAX, TICKETS,
+                )  # fmt: skip
+
+
+@triton.jit
+def _change(
+    slots, positions, step, wanted_of, wanted_count, head_of, tokens, sink_records, query,
+    held, held_places, held_count, places, count, label, label_kind, cover, generation, parity, issued, stamp_of,
+    capacity, chosen, missing_of, stored, counters,
+    use_of, free_of, place_of, pairs_of, pair_count, has_old_set,
+    lane, layer, kind,
     SIDE: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, UNITS: tl.constexpr, PLACES: tl.constexpr,
     UNIT: tl.constexpr, SINK: tl.constexpr, SINK_BLOCK: tl.constexpr, RECENT: tl.constexpr, LABEL: tl.constexpr,
     CAPACITY: tl.constexpr, WANTED: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr,
     KEEPS: tl.constexpr, WHOLE: tl.constexpr, STAMP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.program_id(0)
-    tl.store(pair_count + lane, 0)
-    if tl.load(misses + lane) == 0:
-        return
+    """One head's."""
     slot = tl.load(slots + lane // HEADS)
     at = (layer * SLOTS + slot) * HEADS + lane % HEADS
     now = tl.load(parity + at).to(tl.int64) * SIDE + at

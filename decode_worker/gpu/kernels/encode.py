@@ -1,4 +1,4 @@
-"""The codes of a query group, folded into bit planes (csrc/core/hamming.h): a program per head that misses.
+"""The codes of a query group, folded into bit planes (csrc/core/hamming.h).
 
 A key's distance from the g codes is, but for what every key pays, sum_b 2^b popcount((key ^ majority) & plane_b). With
 an even g all of that is even, and planes and distances are those of its half.
@@ -11,16 +11,14 @@ for the last bits of its sum.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from decode_worker.gpu.launch import launch
 from decode_worker.retrieval.hash import BITS
 
 WORDS = BITS // 32
 ROWS_OF_DOT, D_BLOCK = 16, 32  # of a group, padded; elements of a query at a time
-_BITS, _WORDS = tl.constexpr(BITS), tl.constexpr(WORDS)
+_BITS, _WORDS, _D_BLOCK = (tl.constexpr(x) for x in (BITS, WORDS, D_BLOCK))
 
 
 def shift(group: int) -> int:
@@ -38,50 +36,25 @@ def distances(group: int) -> int:
     return (BITS * group >> shift(group)) + 1
 
 
+@triton.jit
 def encode(
-    misses: torch.Tensor,
-    rows: int,
-    layer: int,
-    query: torch.Tensor,
-    group: int,
-    projection: torch.Tensor,
-    codes: torch.Tensor,
-) -> None:
-    """projection: float32[layers, H, d, 256]. Writes codes, int32[rows, H, 1 + planes, 8]: the majority, the planes."""
-    _, heads, d, _ = projection.shape
-    launch(
-        _encode, (rows * heads,), misses, query, projection, codes, layer,
-        HEADS=heads, GROUP=group, ROWS=max(ROWS_OF_DOT, triton.next_power_of_2(group)), D=d, D_BLOCK=D_BLOCK,
-        SHIFT=shift(group), PLANES=planes(group),
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["layer"])
-def _encode(
-    misses, query, projection, codes, layer,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr, PLANES: tl.constexpr,
+    query, projection, codes,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, SHIFT: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.program_id(0)
-    if tl.load(misses + lane) == 0:
-        return
-    head, bit, i = tl.arange(0, ROWS), tl.arange(0, _BITS), tl.arange(0, D_BLOCK)
+    """query: float32[GROUP, D]; projection: float32[D, 256]. Writes codes, int32[1 + PLANES, 8]: the majority, the
+    planes."""
+    head, bit, i = tl.arange(0, ROWS), tl.arange(0, _BITS), tl.arange(0, _D_BLOCK)
     product = tl.zeros((ROWS, _BITS), tl.float32)
-    for first in range(0, D, D_BLOCK):
+    for first in range(0, D, _D_BLOCK):
         e = first + i
-        q = tl.load(
-            query + (lane * GROUP + head)[:, None] * D + e[None, :], mask=(head < GROUP)[:, None] & (e < D)[None, :],
-            other=0.0,
-        )  # fmt: skip
-        w = tl.load(
-            projection + ((layer * HEADS + lane % HEADS) * D + e)[:, None] * _BITS + bit[None, :],
-            mask=(e < D)[:, None], other=0.0,
-        )  # fmt: skip
+        asked = (head < GROUP)[:, None] & (e < D)[None, :]
+        q = tl.load(query + head[:, None] * D + e[None, :], mask=asked, other=0.0)
+        w = tl.load(projection + e[:, None] * _BITS + bit[None, :], mask=(e < D)[:, None], other=0.0)
         product = tl.dot(q, w, acc=product, input_precision="ieee")
     set_ = tl.sum((product > 0).to(tl.int32), 0)  # rows beyond the group are zero, and add none
     power = tl.full((_BITS,), 1, tl.int32) << (bit % 32)
     word = tl.arange(0, _WORDS)
-    out = codes + lane * ((1 + PLANES) * _WORDS) + word
+    out = codes + word
     tl.store(out, _packed(tl.where(2 * set_ > GROUP, power, 0)))
     extra = tl.abs(GROUP - 2 * set_) >> SHIFT
     for b in tl.static_range(PLANES):

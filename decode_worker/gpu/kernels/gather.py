@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from decode_worker import _native
-from decode_worker.gpu.kernels.arrive import FIELDS, FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS, Wishes
+from decode_worker.gpu.kernels.wishes import FIELDS, FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS, Wishes
 from decode_worker.gpu.launch import launch
 from decode_worker.kernels.state import HeadState
 

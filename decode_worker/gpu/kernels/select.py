@@ -2,10 +2,15 @@
 
 An item is a unit; its key decides ties: the token of its only record, or of larger units the id.
 
-    score    a distance per key, and a histogram of them
-    ties     how many keys of each block lie at the threshold, which the histogram gives
-    count    the key below which a tie is taken, and how many items of each block are
-    emit     their ids
+    score         a distance per key, and a histogram of them
+    count_ties    how many keys of each block lie at the threshold, which the histogram gives
+    count_taken   the key below which a tie is taken, and how many items of each block are
+    emit          their ids
+
+One launch does all four. Its programs, a fixed number, claim blocks one after the other: those of all lanes for the
+first phase, then for the second, and so on. A block waits until its lane's blocks of the phase before have ended. All
+of them were claimed before it, each by a program that runs, and the earliest block under way waits for nobody: so none
+waits for one that has no room to start, whatever the order in which a device starts programs.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -17,13 +22,16 @@ import triton
 import triton.language as tl
 
 from decode_worker.gpu.kernels.encode import WORDS, distances, planes
-from decode_worker.gpu.launch import launch
+from decode_worker.gpu.launch import launch, multiprocessors
+from decode_worker.gpu.sync import ends_last, wait_for
 from decode_worker.kernels.state import HeadState
 from decode_worker.retrieval.hash import BITS, HashRetriever
 from decode_worker.retrieval.view import StoredPack
 
 BLOCK = 1024  # records that a program looks at
+PROGRAMS = 4  # that share a multiprocessor
 GROUP_MAX = 32
+_PHASES = tl.constexpr(4)
 _EXCLUDED = tl.constexpr(0x7FFF)  # the distance of what may not be selected
 _WORDS = tl.constexpr(WORDS)
 assert GROUP_MAX * BITS < 0x4000  # histograms are powers of two, and end below _EXCLUDED
@@ -88,6 +96,9 @@ class Selection:
         self.ties, self.taken = zeros(self.blocks), zeros(self.blocks)
         self.bound = zeros()
         self.wanted, self.wanted_count = zeros(max(1, shape.places // shape.unit)), zeros()
+        self.claimed = torch.zeros(1, dtype=torch.int32, device=device)  # blocks; zero between launches
+        self.ended = zeros()  # of each lane's blocks, those of all phases; zero between launches
+        self.programs = min(PROGRAMS * multiprocessors(device), lanes * self.blocks)
 
 
 def refuse_unknown(retriever: object, state: HeadState) -> None:
@@ -111,62 +122,95 @@ def select(
     selection: Selection,
 ) -> None:
     """For each of `selection.misses`, by `selection.codes`."""
-    shape, s = state.shape, selection
-    where = (s.misses, slots, state.stored, index.head, index.tokens)
-    sizes = {
-        "SLOTS": shape.slots, "HEADS": shape.heads, "CAPACITY": index.capacity, "UNIT": shape.unit,
-        "ITEMS": BLOCK // shape.unit, "BINS": s.histogram.shape[-1], "BLOCKS": s.blocks,
-        "BLOCKS_BLOCK": triton.next_power_of_2(s.blocks),
-    }  # fmt: skip
-    grid = (rows * shape.heads, s.blocks)
+    shape, s, lanes = state.shape, selection, rows * state.shape.heads
     launch(
-        _score, grid, *where, positions, index.codes, s.codes, s.score, s.histogram, layer,
-        SINK=shape.sink, RECENT=shape.recent, PLANES=planes(shape.group), **sizes,
-    )  # fmt: skip
-    launch(_ties, grid, *where, state.selected, s.score, s.histogram, s.ties, layer, **sizes)
-    launch(
-        _count, grid, *where, state.selected, s.score, s.histogram, s.ties, s.taken, s.bound, layer, **sizes
-    )  # fmt: skip
-    launch(
-        _emit, grid, *where, state.selected, s.score, s.histogram, s.taken, s.bound, s.wanted, s.wanted_count, layer,
-        WANTED=s.wanted.shape[-1], **sizes,
+        _select, (s.programs,), s.misses, slots, positions, state.stored, state.selected, index.head, index.tokens,
+        index.codes, s.codes, s.score, s.histogram, s.ties, s.taken, s.bound, s.wanted, s.wanted_count, s.claimed,
+        s.ended, layer, lanes,
+        LANES_BLOCK=triton.next_power_of_2(lanes), SLOTS=shape.slots, HEADS=shape.heads, CAPACITY=index.capacity,
+        UNIT=shape.unit, ITEMS=BLOCK // shape.unit, BINS=s.histogram.shape[-1], BLOCKS=s.blocks,
+        BLOCKS_BLOCK=triton.next_power_of_2(s.blocks), SINK=shape.sink, RECENT=shape.recent,
+        PLANES=planes(shape.group), WANTED=s.wanted.shape[-1],
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "lanes"])
+def _select(
+    misses, slots, positions, stored, selected, head_of, tokens_of, codes, query_codes, scores_of, histograms, ties_of,
+    taken_of, bounds, wanted_of, wanted_count, claimed, ended, layer, lanes,
+    LANES_BLOCK: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, CAPACITY: tl.constexpr, UNIT: tl.constexpr,
+    ITEMS: tl.constexpr, BINS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_BLOCK: tl.constexpr, SINK: tl.constexpr,
+    RECENT: tl.constexpr, PLANES: tl.constexpr, WANTED: tl.constexpr,
+):  # fmt: skip
+    every = tl.arange(0, LANES_BLOCK)
+    missed = tl.load(misses + every, mask=every < lanes, other=0) != 0
+    counts = tl.load(stored + tl.load(slots + every // HEADS, mask=missed, other=0), mask=missed, other=0)
+    block_counts = tl.where(missed, tl.maximum(tl.cdiv(counts, ITEMS * UNIT), 1), 0)
+    ends = tl.cumsum(block_counts, 0)
+    total = tl.max(ends, 0)
+    if total == 0:
+        return
+    mine = tl.atomic_add(claimed, 1, sem="relaxed")
+    while mine < _PHASES * total:
+        phase = mine // total
+        lane = tl.sum((ends <= mine % total).to(tl.int32), 0)
+        block_count = tl.sum(tl.where(every == lane, block_counts, 0), 0)
+        block = mine % total - tl.sum(tl.where(every == lane, ends - block_counts, 0), 0)
+        slot = tl.load(slots + lane // HEADS)
+        count = tl.load(stored + slot)
+        items = tl.cdiv(count, UNIT)
+        index = indexed(head_of, layer, lane, slot, SLOTS, HEADS)
+        tokens, scores = tokens_of + index * CAPACITY, scores_of + lane.to(tl.int64) * CAPACITY
+        histogram, ties, taken = histograms + lane * BINS, ties_of + lane * BLOCKS, taken_of + lane * BLOCKS
+        if phase == 0:
+            _score(
+                codes + index * (_WORDS * CAPACITY), tokens, query_codes + lane * ((1 + PLANES) * _WORDS), scores,
+                histogram, block, count, limit(count, tl.load(positions + lane // HEADS), SINK, RECENT),
+                CAPACITY, UNIT, ITEMS, BINS, SINK, PLANES,
+            )  # fmt: skip
+        else:
+            wait_for(ended + lane, phase * block_count)
+            k = tl.load(selected + (layer * SLOTS + slot) * HEADS + lane % HEADS)
+            threshold, tied = _threshold(histogram, k, BINS)
+            if phase == 1:
+                _count_ties(scores, ties, block, items, threshold, ITEMS)
+            elif phase == 2:
+                _count_taken(
+                    tokens, scores, ties, taken, bounds + lane, block, items, threshold, tied,
+                    UNIT, ITEMS, BLOCKS_BLOCK,
+                )  # fmt: skip
+            else:
+                _emit(
+                    tokens, scores, taken, wanted_of + lane * WANTED, wanted_count + lane, block, items, threshold,
+                    tl.load(bounds + lane), UNIT, ITEMS, BLOCKS_BLOCK,
+                )  # fmt: skip
+        ends_last(ended + lane, _PHASES * block_count, "gpu")
+        mine = tl.atomic_add(claimed, 1, sem="relaxed")
+    if mine == _PHASES * total + tl.num_programs(0) - 1:  # the last that any of them claims
+        tl.store(claimed, 0)
+
+
+@triton.jit
 def _score(
-    misses, slots, stored, head_of, tokens, positions, codes, query_codes, score, histogram, layer,
-    SLOTS: tl.constexpr, HEADS: tl.constexpr, CAPACITY: tl.constexpr, UNIT: tl.constexpr, ITEMS: tl.constexpr,
-    BINS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr,
+    codes, tokens, query, scores, histogram, block, count, below,
+    CAPACITY: tl.constexpr, UNIT: tl.constexpr, ITEMS: tl.constexpr, BINS: tl.constexpr, SINK: tl.constexpr,
     PLANES: tl.constexpr,
 ):  # fmt: skip
-    lane, block = tl.program_id(0), tl.program_id(1)
-    if tl.load(misses + lane) == 0:
-        return
-    slot = tl.load(slots + lane // HEADS)
-    count = tl.load(stored + slot)
-    if block * ITEMS * UNIT >= count:
-        return
-    below = limit(count, tl.load(positions + lane // HEADS), SINK, RECENT)
-    index = indexed(head_of, layer, lane, slot, SLOTS, HEADS)
     item = block * ITEMS + tl.arange(0, ITEMS)
     best = tl.full((ITEMS,), _EXCLUDED, tl.int32)
     key = item
     for r in tl.static_range(UNIT):
         record = item * UNIT + r
-        token = tl.load(tokens + index * CAPACITY + record, mask=record < count, other=-1)
+        token = tl.load(tokens + record, mask=record < count, other=-1)
         competes = (token >= SINK) & (token < below)
-        distance = _distance(
-            codes + index * (_WORDS * CAPACITY) + record, competes, query_codes + lane * ((1 + PLANES) * _WORDS),
-            CAPACITY, PLANES,
-        )  # fmt: skip
+        distance = _distance(codes + record, competes, query, CAPACITY, PLANES)
         best = tl.minimum(best, tl.where(competes, distance, _EXCLUDED))
         if UNIT == 1:
             key = token
-    tl.store(score + lane.to(tl.int64) * CAPACITY + key, best.to(tl.int16), mask=item * UNIT < count)
+    tl.store(scores + key, best.to(tl.int16), mask=item * UNIT < count)
     counts = tl.histogram(best, BINS, mask=best != _EXCLUDED)
     bins = tl.arange(0, BINS)
-    tl.atomic_add(histogram + lane * BINS + bins, counts, mask=counts > 0)
+    tl.atomic_add(histogram + bins, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -180,88 +224,46 @@ def _distance(codes, competes, query, CAPACITY: tl.constexpr, PLANES: tl.constex
     return distance
 
 
-@triton.jit(do_not_specialize=["layer"])
-def _ties(
-    misses, slots, stored, head_of, tokens, selected, score, histogram, ties, layer,
-    SLOTS: tl.constexpr, HEADS: tl.constexpr, CAPACITY: tl.constexpr, UNIT: tl.constexpr, ITEMS: tl.constexpr,
-    BINS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_BLOCK: tl.constexpr,
-):  # fmt: skip
-    lane, block = tl.program_id(0), tl.program_id(1)
-    if tl.load(misses + lane) == 0:
-        return
-    slot = tl.load(slots + lane // HEADS)
-    items = tl.cdiv(tl.load(stored + slot), UNIT)
-    if block * ITEMS >= items:
-        return
-    k = tl.load(selected + (layer * SLOTS + slot) * HEADS + lane % HEADS)
-    threshold, _ = _threshold(histogram + lane * BINS, k, BINS)
+@triton.jit
+def _count_ties(scores, ties, block, items, threshold, ITEMS: tl.constexpr):
     key = block * ITEMS + tl.arange(0, ITEMS)
-    distance = tl.load(score + lane.to(tl.int64) * CAPACITY + key, mask=key < items, other=_EXCLUDED)
-    tl.store(ties + lane * BLOCKS + block, tl.sum((distance == threshold).to(tl.int32), 0))
+    distance = tl.load(scores + key, mask=key < items, other=_EXCLUDED)
+    tl.store(ties + block, tl.sum((distance == threshold).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["layer"])
-def _count(
-    misses, slots, stored, head_of, tokens, selected, score, histogram, ties, taken, bound, layer,
-    SLOTS: tl.constexpr, HEADS: tl.constexpr, CAPACITY: tl.constexpr, UNIT: tl.constexpr, ITEMS: tl.constexpr,
-    BINS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_BLOCK: tl.constexpr,
+@triton.jit
+def _count_taken(
+    tokens, scores, ties, taken, bound, block, items, threshold, tied,
+    UNIT: tl.constexpr, ITEMS: tl.constexpr, BLOCKS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    lane, block = tl.program_id(0), tl.program_id(1)
-    if tl.load(misses + lane) == 0:
-        return
-    slot = tl.load(slots + lane // HEADS)
-    items = tl.cdiv(tl.load(stored + slot), UNIT)
-    if block * ITEMS >= items:
-        return
-    k = tl.load(selected + (layer * SLOTS + slot) * HEADS + lane % HEADS)
-    threshold, wanted = _threshold(histogram + lane * BINS, k, BINS)
-    scores = score + lane.to(tl.int64) * CAPACITY
-
     blocks = tl.arange(0, BLOCKS_BLOCK)
-    in_block = tl.load(ties + lane * BLOCKS + blocks, mask=blocks < tl.cdiv(items, ITEMS), other=0)
-    last = tl.sum((tl.cumsum(in_block, 0) < wanted).to(tl.int32), 0)  # the block of the last tie that is taken
-    left = wanted - tl.sum(tl.where(blocks < last, in_block, 0), 0)
+    in_block = tl.load(ties + blocks, mask=blocks < tl.cdiv(items, ITEMS), other=0)
+    last = tl.sum((tl.cumsum(in_block, 0) < tied).to(tl.int32), 0)  # the block of the last tie that is taken
+    left = tied - tl.sum(tl.where(blocks < last, in_block, 0), 0)
     offset = tl.arange(0, ITEMS)
     key = last * ITEMS + offset
-    tied = tl.load(scores + key, mask=key < items, other=_EXCLUDED) == threshold
-    inside = tl.sum((tl.cumsum(tied.to(tl.int32), 0) < left).to(tl.int32), 0)
-    end = tl.where(wanted > 0, last * ITEMS + inside + 1, 0)
+    is_tie = tl.load(scores + key, mask=key < items, other=_EXCLUDED) == threshold
+    inside = tl.sum((tl.cumsum(is_tie.to(tl.int32), 0) < left).to(tl.int32), 0)
+    end = tl.where(tied > 0, last * ITEMS + inside + 1, 0)
     if block == 0:
-        tl.store(bound + lane, end)
-
-    index = indexed(head_of, layer, lane, slot, SLOTS, HEADS)
-    item = block * ITEMS + offset
-    takes = _taken(scores, tokens + index * CAPACITY, item, items, threshold, end, UNIT)
-    tl.store(taken + lane * BLOCKS + block, tl.sum(takes, 0))
+        tl.store(bound, end)
+    takes = _taken(scores, tokens, block * ITEMS + offset, items, threshold, end, UNIT)
+    tl.store(taken + block, tl.sum(takes, 0))
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit
 def _emit(
-    misses, slots, stored, head_of, tokens, selected, score, histogram, taken, bound, wanted, wanted_count, layer,
-    SLOTS: tl.constexpr, HEADS: tl.constexpr, CAPACITY: tl.constexpr, UNIT: tl.constexpr, ITEMS: tl.constexpr,
-    BINS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_BLOCK: tl.constexpr, WANTED: tl.constexpr,
+    tokens, scores, taken, wanted, wanted_count, block, items, threshold, bound,
+    UNIT: tl.constexpr, ITEMS: tl.constexpr, BLOCKS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    lane, block = tl.program_id(0), tl.program_id(1)
-    if tl.load(misses + lane) == 0:
-        return
-    slot = tl.load(slots + lane // HEADS)
-    items = tl.cdiv(tl.load(stored + slot), UNIT)
     blocks = tl.arange(0, BLOCKS_BLOCK)
-    in_block = tl.load(taken + lane * BLOCKS + blocks, mask=blocks < tl.cdiv(items, ITEMS), other=0)
+    in_block = tl.load(taken + blocks, mask=blocks < tl.cdiv(items, ITEMS), other=0)
     if block == 0:
-        tl.store(wanted_count + lane, tl.sum(in_block, 0))
-    if block * ITEMS >= items:
-        return
-    k = tl.load(selected + (layer * SLOTS + slot) * HEADS + lane % HEADS)
-    threshold, _ = _threshold(histogram + lane * BINS, k, BINS)
-    index = indexed(head_of, layer, lane, slot, SLOTS, HEADS)
+        tl.store(wanted_count, tl.sum(in_block, 0))
     item = block * ITEMS + tl.arange(0, ITEMS)
-    takes = _taken(
-        score + lane.to(tl.int64) * CAPACITY, tokens + index * CAPACITY, item, items, threshold, tl.load(bound + lane),
-        UNIT,
-    )  # fmt: skip
+    takes = _taken(scores, tokens, item, items, threshold, bound, UNIT)
     before = tl.sum(tl.where(blocks < block, in_block, 0), 0)
-    tl.store(wanted + lane * WANTED + before + tl.cumsum(takes, 0) - 1, item, mask=takes != 0)
+    tl.store(wanted + before + tl.cumsum(takes, 0) - 1, item, mask=takes != 0)
 
 
 @triton.jit

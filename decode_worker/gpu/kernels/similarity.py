@@ -1,4 +1,4 @@
-"""Which heads of a layer miss: docs/qsac.md steps 3 and 4, a program per row and KV head.
+"""Which heads of a layer miss, and what those ask for: docs/qsac.md steps 3 and 4, a program per row and KV head.
 
 Cosines are computed in float64, as the reference does: a layer has a few thousand products, and a decision that
 differed from the other sets' would not be the same step.
@@ -12,10 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from decode_worker.gpu.kernels.encode import ROWS_OF_DOT, WORDS, encode, planes, shift
+from decode_worker.gpu.kernels.select import Selection
 from decode_worker.gpu.launch import launch
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.counters import Counters
+from decode_worker.retrieval.hash import BITS
 
+_BITS, _WORDS = tl.constexpr(BITS), tl.constexpr(WORDS)
 _LOOKUPS, _HITS, _FORCED = (tl.constexpr(Counters.NAMES.index(n)) for n in ("lookups", "hits", "forced"))
 
 
@@ -29,27 +33,31 @@ def find_misses(
     kind: int,
     cos_floor: float,
     by_label: bool,
-    misses: torch.Tensor,
-    histogram: torch.Tensor,
+    projection: torch.Tensor,
+    selection: Selection,
 ) -> None:
-    """query: float32[rows, H * g, d]. Writes misses, int32[rows, H]; clears histogram[row, head] of those that miss."""
-    shape = state.shape
+    """query: float32[rows, H * g, d]; projection: float32[layers, H, d, 256]. Writes the selection's misses, and of
+    those that miss the codes; clears their histograms."""
+    shape, s = state.shape, selection
     launch(
         _similarity, (rows, shape.heads), slots, positions, query, state.label, state.label_kind, state.cover,
         state.parity, state.weights, state.tau, state.resident, state.forced_from, state.first_position, state.fault,
-        state.counters, misses, histogram, layer, kind, cos_floor,
+        state.counters, projection, s.misses, s.codes, s.histogram, layer, kind, cos_floor,
         SIDE=state.parity.numel(), SLOTS=shape.slots, HEADS=shape.heads, GROUP=shape.group,
         GROUP_BLOCK=triton.next_power_of_2(shape.group), D=shape.head_dim,
-        D_BLOCK=triton.next_power_of_2(shape.head_dim), BINS=histogram.shape[-1], BY_LABEL=by_label,
+        D_BLOCK=triton.next_power_of_2(shape.head_dim), BINS=s.histogram.shape[-1], BY_LABEL=by_label,
+        ROWS=max(ROWS_OF_DOT, triton.next_power_of_2(shape.group)), SHIFT=shift(shape.group),
+        PLANES=planes(shape.group),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer", "kind", "cos_floor"])
 def _similarity(
     slots, positions, query, label, label_kind, cover, parity, weights, tau, resident, forced_from, first_position,
-    fault, counters, misses, histogram, layer, kind, cos_floor,
+    fault, counters, projection, misses, codes, histogram, layer, kind, cos_floor,
     SIDE: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr, BINS: tl.constexpr, BY_LABEL: tl.constexpr,
+    ROWS: tl.constexpr, SHIFT: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     lane, table = row * HEADS + head, layer * HEADS + head
@@ -82,6 +90,10 @@ def _similarity(
     tl.store(misses + lane, 1)
     bins = tl.arange(0, BINS)
     tl.store(histogram + lane * BINS + bins, tl.zeros((BINS,), tl.int32))
+    encode(
+        query + lane * (GROUP * D), projection + table * (D * _BITS), codes + lane * ((1 + PLANES) * _WORDS),
+        GROUP, ROWS, D, SHIFT, PLANES,
+    )  # fmt: skip
 
 
 @triton.jit

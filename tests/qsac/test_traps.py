@@ -1,5 +1,6 @@
 """One named test for each way in which query-similarity caches have gone wrong."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -386,7 +387,7 @@ def test_what_a_prompt_selected_by_is_speculative_under_every_setting(rng):
             pass
 
     products = SimpleNamespace(query=torch.empty(2, 4, HEAD_DIM))
-    transport = SimpleNamespace(wait_us=1000, require_alive=lambda: None)
+    transport = SimpleNamespace(wait_us=1000, require_alive=lambda: None, steps=contextlib.nullcontext)
     loop = DecodeLoop(bench.policy, products, transport, Carried())
     finish(loop.seed(SLOT, 600, list(torch.from_numpy(bench.queries(3)))))
     assert kinds == [(1, QueryKind.SPECULATIVE), (2, QueryKind.SPECULATIVE)]

@@ -102,7 +102,9 @@ class Operation:
     def audit(self) -> list[audit.Check]:
         """Compares what must be equal; see `kvstore_service.daemon.store.audit`."""
         state = self._state
-        parts = audit.Audited(state.catalog, state.uploads, state.open_packs, state.registry, state.plane, state.counts)
+        parts = audit.Audited(
+            state.catalog, state.uploads, state.open_packs, state.registry, state.plane, state.lookups_begun
+        )
         return audit.read(parts, AUDIT_LOOKS, lambda: time.sleep(AUDIT_PAUSE_S))
 
     def packs_to_verify(self, pack_ids: Sequence[bytes]) -> tuple[int, Iterator[PackRow]]:

@@ -36,14 +36,14 @@ class Prefixes:
         at once, not one pack a run.
 
         require_active: raises once nobody waits for the answer."""
-        self._state.count("lookups")
+        self._state.begin_lookup()
+        outcome = "lookup_errors"
         try:
             longest = self._leased(worker, fingerprint, candidates, require_active)
-        except BaseException:
-            self._state.count("lookup_errors")
-            raise
-        self._state.lookups.note(worker.tenant, worker.name, fingerprint, candidates, longest)
-        self._state.count("lookup_hits" if longest else "lookup_misses")
+            self._state.lookups.note(worker.tenant, worker.name, fingerprint, candidates, longest)
+            outcome = "lookup_hits" if longest else "lookup_misses"
+        finally:
+            self._state.end_lookup(outcome)
         return longest
 
     def _leased(

@@ -72,6 +72,7 @@ class State:
         self.draining = threading.Event()
         self._tenant_keys: dict[str, bytes] = {}
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
+        self._lookups_under_way = 0
         self._counts_lock = threading.Lock()
         self._started_s = time.monotonic()
         for row, reason in catalog.damaged(DAMAGED_LOGGED_MAX):
@@ -186,6 +187,23 @@ class State:
     def count(self, name: str, by: int = 1) -> None:
         with self._counts_lock:
             self._counts[name] += by
+
+    def begin_lookup(self) -> None:
+        with self._counts_lock:
+            self._counts["lookups"] += 1
+            self._lookups_under_way += 1
+
+    def end_lookup(self, outcome: str) -> None:
+        """outcome: the counter of lookups that end so."""
+        with self._counts_lock:
+            self._counts[outcome] += 1
+            self._lookups_under_way -= 1
+
+    def lookups_begun(self) -> tuple[int, int]:
+        """As counted when they began, and by their outcomes and what is under way, at one moment."""
+        with self._counts_lock:
+            ended = sum(self._counts[f"lookup_{outcome}"] for outcome in ("hits", "misses", "errors"))
+            return self._counts["lookups"], ended + self._lookups_under_way
 
     def counts(self) -> dict[str, int]:
         with self._counts_lock:

@@ -1,6 +1,5 @@
 """The kernels for a GPU, interpreted, in an engine on a real daemon: the same tokens as the CPU's, over each window."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -13,36 +12,19 @@ from decode_worker.engine import engine as engine_module
 from decode_worker.engine.engine import Engine
 from decode_worker.policy.counters import Counters
 from decode_worker.policy.settings import STAGGER
-from decode_worker.window import gdr as gdr_module
 from decode_worker.window.kinds import WINDOWS
 from tests.support.daemon_process import Daemon
-from tests.support.gpu_double import GpuDouble, gpu_double
+from tests.support.gpu_double import GpuDouble, double, gpu_daemon
 from tests.support.interpreter import bounded, patched_once
 from tests.support.pretend_gpu import PretendGpu
 
 from .conftest import LAYERS, random_ids, worker_settings
 
-__all__ = ["bounded", "patched_once"]
+__all__ = ["bounded", "double", "gpu_daemon", "patched_once"]
 STEPS = 3  # made launch by launch, captured, replayed
 # Least tails: after two steps the first session's is sealed, and its index grows.
 SETTINGS = {"retriever": "hash", "recent": 1, "tail": 256 + STAGGER + 2, "slots": 4, "wait_ms": 60_000, "eta": 0.1}
 PROMPTS = (1023, 300, 530)
-
-
-@pytest.fixture
-def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDouble]:
-    with gpu_double(tmp_path) as double:
-        monkeypatch.setattr(gdr_module, "CUDA_LIBRARY", double.library)
-        yield double
-        assert double.faults() == []
-
-
-@pytest.fixture
-def gpu_daemon(tmp_path: Path, double: GpuDouble) -> Iterator[Daemon]:
-    """Has windows in its GPU's memory."""
-    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
-    with Daemon(tmp_path, options=("--nvme-bytes=1GiB", "--copy-threads=1", *libraries)) as daemon:
-        yield daemon
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,11 @@ from decode_worker.transport import Transport
 from decode_worker.window import gdr as gdr_module
 from kvstore_service.client import AdminClient, RingGeometry, StoreClient, StoreError
 from tests.support.daemon_process import Daemon
-from tests.support.gpu_double import GpuDouble, gpu_double
+from tests.support.gpu_double import GpuDouble, double, gpu_daemon
 from tests.support.pretend_gpu import PretendGpu
 from tests.support.world import LAYOUT, TOKENS, TestWorker, expected
+
+__all__ = ["double", "gpu_daemon"]
 
 TEARDOWN = ["gdr_unmap", "gdr_unpin_buffer", "cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
 RING = RingGeometry(4, 64, 4096, device=True)
@@ -34,21 +36,6 @@ time.sleep(60)
 """
 
 
-@pytest.fixture
-def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDouble]:
-    with gpu_double(tmp_path) as double:
-        monkeypatch.setattr(gdr_module, "CUDA_LIBRARY", double.library)
-        yield double
-        assert double.faults() == []
-
-
-@pytest.fixture
-def daemon(tmp_path: Path, double: GpuDouble) -> Iterator[Daemon]:
-    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
-    with Daemon(tmp_path, options=("--nvme-bytes=1GiB", "--copy-threads=2", *libraries)) as daemon:
-        yield daemon
-
-
 def connect(daemon: Daemon, name: str) -> StoreClient:
     return StoreClient.connect(daemon.socket, daemon.broker, name)
 
@@ -56,8 +43,7 @@ def connect(daemon: Daemon, name: str) -> StoreClient:
 def transport(client: StoreClient, *kinds: str) -> Transport:
     return Transport(
         client, PretendGpu(), slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096, decode_ring=RING,
-        bulk_ring=RingGeometry(4, 64, 4096),
-        wait_ms=10_000, windows=kinds,
+        bulk_ring=RingGeometry(4, 64, 4096), wait_ms=10_000, windows=kinds,
     )  # fmt: skip
 
 
@@ -68,8 +54,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_records_arrive_in_both_kinds_of_windows_at_once(daemon: Daemon) -> None:
-    with connect(daemon, "cpu") as cpu, connect(daemon, "gpu") as gpu:
+def test_records_arrive_in_both_kinds_of_windows_at_once(gpu_daemon: Daemon) -> None:
+    with connect(gpu_daemon, "cpu") as cpu, connect(gpu_daemon, "gpu") as gpu:
         on_cpu, on_gpu = TestWorker(cpu), TestWorker(gpu, window_kinds=("shm", "gdr"))
         assert (on_cpu.memory.window_kind, on_gpu.memory.window_kind) == ("shm", "gdr")
         session = cpu.open_session(LAYOUT, 4 * TOKENS)
@@ -84,18 +70,18 @@ def test_records_arrive_in_both_kinds_of_windows_at_once(daemon: Daemon) -> None
         on_gpu.close()
 
 
-def test_a_worker_gets_a_window_that_it_can_map(daemon: Daemon) -> None:
-    with connect(daemon, "gpu") as client:
+def test_a_worker_gets_a_window_that_it_can_map(gpu_daemon: Daemon) -> None:
+    with connect(gpu_daemon, "gpu") as client:
         mapped = transport(client, "gdr")
         assert isinstance(mapped.window, gdr_module.GdrWindow)
         mapped.close()
-    with connect(daemon, "strange") as client, pytest.raises(StoreError, match=r"gdr, shm.*pigeon") as refused:
+    with connect(gpu_daemon, "strange") as client, pytest.raises(StoreError, match=r"gdr, shm.*pigeon") as refused:
         client.register_worker(1, WINDOW_BYTES, 4096, [RING], window_kinds=("pigeon",))
     assert refused.value.code == "FAILED_PRECONDITION"
 
 
-def test_a_device_may_post_within_steps_alone(daemon: Daemon) -> None:
-    with connect(daemon, "gpu") as client:
+def test_a_device_may_post_within_steps_alone(gpu_daemon: Daemon) -> None:
+    with connect(gpu_daemon, "gpu") as client:
         mapped = transport(client, "gdr")
         stepping = mapped.decode.requests[STEPPING : STEPPING + 8].view(np.uint64)
         seen = []
@@ -130,8 +116,8 @@ def test_a_daemon_that_is_told_to_have_them_does_not_start_without(tmp_path: Pat
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_window_of_a_killed_worker_is_given_back(daemon: Daemon, double: GpuDouble) -> None:
-    argv = [sys.executable, "-c", DOOMED, str(daemon.socket), str(daemon.broker)]
+def test_the_window_of_a_killed_worker_is_given_back(gpu_daemon: Daemon, double: GpuDouble) -> None:
+    argv = [sys.executable, "-c", DOOMED, str(gpu_daemon.socket), str(gpu_daemon.broker)]
     environment = {name: value for name, value in os.environ.items() if name != "GPU_DOUBLE_LOG"}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as worker:
         assert worker.stdout
@@ -142,21 +128,21 @@ def test_the_window_of_a_killed_worker_is_given_back(daemon: Daemon, double: Gpu
     eventually(lambda: double.calls()[before:] == TEARDOWN)
 
 
-def test_the_window_of_a_killed_daemon_stays_valid(daemon: Daemon) -> None:
-    with connect(daemon, "gpu") as client:
+def test_the_window_of_a_killed_daemon_stays_valid(gpu_daemon: Daemon) -> None:
+    with connect(gpu_daemon, "gpu") as client:
         mapped = transport(client, "gdr")
         window = mapped.window
         assert isinstance(window, gdr_module.GdrWindow)
         window._imported.write(0, np.full(64, 7, np.uint8))
-        daemon.kill()
+        gpu_daemon.kill()
         assert window._imported.read(0, 64) == bytes([7] * 64)
         mapped.close()
 
 
-def test_a_daemon_gives_everything_back_when_it_ends(daemon: Daemon, double: GpuDouble) -> None:
-    with connect(daemon, "gpu") as client:
+def test_a_daemon_gives_everything_back_when_it_ends(gpu_daemon: Daemon, double: GpuDouble) -> None:
+    with connect(gpu_daemon, "gpu") as client:
         mapped = transport(client, "gdr")
-        daemon.stop()
+        gpu_daemon.stop()
         mapped.close()
     calls = double.calls()
     assert calls.count("cuDevicePrimaryCtxRetain") - calls.count("cuDevicePrimaryCtxRelease") == 0

@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+from decode_worker.window import gdr as gdr_module
+from tests.support.daemon_process import Daemon
 from tests.support.shim_build import ROOT
 
 SOURCE = Path(__file__).with_suffix(".cc")
@@ -74,3 +78,20 @@ def gpu_double(directory: Path, words: str = "", old: bool = False) -> Iterator[
     finally:
         del os.environ["GPU_DOUBLE_LOG"], os.environ["GPU_DOUBLE"]
         double.forget()
+
+
+@pytest.fixture
+def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDouble]:
+    """For the windows of workers in this process, and for `gpu_daemon`."""
+    with gpu_double(tmp_path) as double:
+        monkeypatch.setattr(gdr_module, "CUDA_LIBRARY", double.library)
+        yield double
+        assert double.faults() == []
+
+
+@pytest.fixture
+def gpu_daemon(tmp_path: Path, double: GpuDouble) -> Iterator[Daemon]:
+    """Has windows in its GPU's memory."""
+    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
+    with Daemon(tmp_path, options=("--nvme-bytes=1GiB", "--copy-threads=2", *libraries)) as daemon:
+        yield daemon

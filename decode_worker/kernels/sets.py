@@ -29,10 +29,6 @@ def _reference(context: StepContext) -> Kernels:
 
 @KERNELS.register("triton")
 def _triton(context: StepContext) -> Kernels:
-    try:
-        from decode_worker.gpu.set import TritonKernels
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise ValueError("kernels='triton' needs Triton, which is not installed: pip install 'headgate[gpu]'") from None
+    from decode_worker.gpu.set import TritonKernels
+
     return TritonKernels(context)

@@ -6,10 +6,10 @@ import sys
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
-from decode_worker.kernels.sets import KERNELS
-import decode_worker.engine.engine
+import decode_worker.kernels.sets
+from decode_worker.engine.engine import device_of
 try:
-    KERNELS["triton"](None)
+    device_of("triton")
 except ValueError as error:
     print(error)
 """

@@ -1,5 +1,6 @@
 .PHONY: setup demo test soak check format clean
 
+TEST_PROCESSES ?= 2
 SOAK_MINUTES ?= 60
 PRESSURE_MINUTES ?= 10
 
@@ -10,7 +11,7 @@ demo: setup
 	@.venv/bin/headgate demo $(ARGS)
 
 test: setup check
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(ARGS)
 
 # One line per soak; each adds its counts to bench/results/reliability.json.
 soak: setup

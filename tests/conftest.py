@@ -1,8 +1,9 @@
-"""Nothing here but what no single test should wait for."""
+"""Nothing here but what no single test should wait for, and which tests must not run beside each other."""
 
 import contextlib
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,16 @@ from decode_worker.config import ENVIRONMENT
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported, which others than we may do
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+
+HERE = Path(__file__).parent
+SHARED_MEMORY = ("input", "demo", "e2e/test_ray.py")  # they leave something in /dev/shm meanwhile, or look for it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several test processes one runs all tests of a file; and one all tests that share what a machine has once."""
+    for item in items:
+        file = item.path.relative_to(HERE).as_posix()
+        item.add_marker(pytest.mark.xdist_group("/dev/shm" if file.startswith(SHARED_MEMORY) else file))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

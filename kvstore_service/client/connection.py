@@ -6,8 +6,10 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvstore_service.shared import memory
+from kvstore_service.shared.settings import require_own
 from kvstore_service.shared.types import StoreError
 
 _MESSAGE_BYTES_MAX = 4096
@@ -20,7 +22,8 @@ class BrokerConnection:
     def __init__(self, path: str, name: str, timeout_s: float, operator: bool = False) -> None:
         """As a worker, or as an `operator`, who administers only and for whom room is kept.
 
-        UNAVAILABLE if no daemon answers, PERMISSION_DENIED if it refuses this user."""
+        UNAVAILABLE if no daemon answers, PERMISSION_DENIED if it refuses this user, or is a stranger's."""
+        require_own(Path(path))
         self._silent = (
             f"the daemon at {path} has not answered for {timeout_s:g} s: it is stopped or overloaded; see its log"
         )

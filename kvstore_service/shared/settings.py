@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from kvstore_service.shared.types import format_size, parse_size
+from kvstore_service.shared.types import StoreError, format_size, parse_size
 
 MISSING = "the following arguments are required"  # argparse's words
 
@@ -247,7 +247,22 @@ def home() -> Path:
             return Path.home()
     except RuntimeError:
         pass
+    return _homeless()
+
+
+def _homeless() -> Path:
     return Path(tempfile.gettempdir()) / f"headgate-{os.getuid()}"
+
+
+def require_own(socket: Path) -> None:
+    """Before anything is said to a daemon there. PERMISSION_DENIED if it lies in the directory of a user without a
+    home, which somebody else has made: anybody may, in the temporary one."""
+    directory = _homeless()
+    if directory in socket.parents and directory.exists() and (owner := directory.stat().st_uid) != os.getuid():
+        raise StoreError(
+            "PERMISSION_DENIED", f"{directory} belongs to uid {owner}: remove it, or say where the daemon is "
+            "(KVSTORE_SOCKET, KVSTORE_BROKER)"
+        )  # fmt: skip
 
 
 def default_socket() -> str:

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from kvstore_service.daemon.front.broker import (
 from kvstore_service.daemon.front.socket_path import SocketPath
 from kvstore_service.daemon.logs import SPARSE_LINES
 from kvstore_service.daemon.store.registry import Limits, Registry, Worker
-from kvstore_service.shared import memory
+from kvstore_service.shared import memory, settings
 from tests.support.daemon_process import Daemon
 
 KEEP_SIZE = 0x1
@@ -92,6 +93,26 @@ def test_another_user_is_refused_before_a_byte_is_read(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"PERMISSION_DENIED.*allow_uids"):
         BrokerConnection(desk.path, "a", 10.0)
     desk.broker.close()
+
+
+def test_a_strangers_directory_below_the_temporary_one_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has no home looks for the daemon below a name that anybody can take first."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    stranger = settings.home()
+    stranger.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(stranger / "broker.sock"))
+        listening.listen()
+        listening.settimeout(0)
+        with pytest.raises(StoreError, match=f"{stranger} belongs to uid {os.geteuid()}: remove it") as refused:
+            BrokerConnection(str(stranger / "broker.sock"), "w", 5)
+        assert refused.value.code == "PERMISSION_DENIED"
+        with pytest.raises(BlockingIOError):
+            listening.accept()
 
 
 def test_refused_peers_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

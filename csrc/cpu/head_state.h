@@ -45,7 +45,7 @@ struct HeadState {
   const float* tau;
   const float* weights;  // [group]
   const uint8_t* resident;
-  const int32_t* forced_from;  // a head misses at this distance of position and cover
+  const int32_t* forced_from;  // at this distance of position and cover a head misses, if its cover can move
 
   // [slots]
   const int32_t* stored;          // N

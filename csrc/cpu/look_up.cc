@@ -242,7 +242,7 @@ bool LookUp::misses(int layer, int slot, int head, int32_t position, const float
   const bool similar = rules_.reuses && now.label_kind == static_cast<int8_t>(kind) &&
                        similarity(query, now.label, state_.weights + lane * shape.group, shape.group, shape.d,
                                   rules_.cos_floor) > state_.tau[lane];
-  const bool forced = position - now.cover >= state_.forced_from[lane];
+  const bool forced = position - now.cover >= state_.forced_from[lane] && state_.limit(slot, position) > now.cover;
   const bool hit = similar && !forced;
   if (position != state_.first_position[slot]) {
     ++state_.counters[int(Counter::kLookups)];

@@ -103,7 +103,8 @@ class ReferenceKernels(Kernels):
         near = comparable and similarity(
             query, state.label[at], state.weights[layer, head], settings.cos_floor
         ) > float(state.tau[layer, head])
-        forced = position - int(state.cover[at]) >= int(state.forced_from[layer, head])
+        cover = int(state.cover[at])
+        forced = position - cover >= int(state.forced_from[layer, head]) and state.limit(slot, position) > cover
         hit = near and not forced
         if position != int(state.first_position[slot]):
             self._count("lookups", 1)

@@ -92,7 +92,8 @@ def test_a_head_misses_when_the_reference_says_so(rng, group, by_label):
         at = state.side(1, slot, head)
         sim = similarity(torch.from_numpy(rows.query[row, head]), state.label[at], state.weights[1, head], COS_FLOOR)
         near = by_label and int(state.label_kind[at]) == QueryKind.SPECULATIVE and sim > float(state.tau[1, head])
-        must = position - int(state.cover[at]) >= int(state.forced_from[1, head])
+        cover = int(state.cover[at])
+        must = position - cover >= int(state.forced_from[1, head]) and state.limit(slot, position) > cover
         assert missed == (not near or must), (row, head, sim)
         assert selection.histogram[lane].any() == (not missed)
         if row != 0:

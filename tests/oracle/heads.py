@@ -229,7 +229,8 @@ class Heads:
         state, settings, tau = self.state[key], self.settings, float(self.tau[key])
         sim = similarity(query, state.label, self.weights[key], settings.cos_floor)
         early = (layer * self.shape.kv_heads + head) % STAGGER
-        forced = position - state.cover >= settings.tail_places - 1 - early
+        due = position - state.cover >= settings.tail_places - 1 - early
+        forced = due and self.limit(position) > state.cover
         hit = sim > tau and not forced and settings.policy in ("qsac", "litecache")
         before, gap = state.records, math.inf
         if not hit:

@@ -358,7 +358,7 @@ def test_a_full_tail_is_an_error() -> None:
     settings = Settings(budget=2, sink=1, recent=10, tail=20)
     steps = Replay(KEYS, 10, 11, settings, last_query=at(0), tau=-2.0)
     run = steps.run([(position, at(0)) for position in range(11, 30)])
-    assert run[-1][0].forced
+    assert not run[-1][0].forced, "no miss could move the cover any more"
     with pytest.raises(RuntimeError, match="tail of head"):
         steps.step(30, at(0))
 

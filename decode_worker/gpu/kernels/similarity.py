@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from decode_worker.gpu.kernels.encode import ROWS_OF_DOT, WORDS, encode, planes, shift
-from decode_worker.gpu.kernels.select import Selection
+from decode_worker.gpu.kernels.select import Selection, limit
 from decode_worker.gpu.launch import launch
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.counters import Counters
@@ -41,23 +41,24 @@ def find_misses(
     shape, s = state.shape, selection
     launch(
         _similarity, (rows, shape.heads), slots, positions, query, state.label, state.label_kind, state.cover,
-        state.parity, state.weights, state.tau, state.resident, state.forced_from, state.first_position, state.fault,
-        state.counters, projection, s.misses, s.codes, s.histogram, layer, kind, cos_floor,
+        state.parity, state.weights, state.tau, state.resident, state.forced_from, state.first_position, state.stored,
+        state.fault, state.counters, projection, s.misses, s.codes, s.histogram, layer, kind, cos_floor,
         SIDE=state.parity.numel(), SLOTS=shape.slots, HEADS=shape.heads, GROUP=shape.group,
         GROUP_BLOCK=triton.next_power_of_2(shape.group), D=shape.head_dim,
         D_BLOCK=triton.next_power_of_2(shape.head_dim), BINS=s.histogram.shape[-1], BY_LABEL=by_label,
         ROWS=max(ROWS_OF_DOT, triton.next_power_of_2(shape.group)), SHIFT=shift(shape.group),
-        PLANES=planes(shape.group),
+        PLANES=planes(shape.group), SINK=shape.sink, RECENT=shape.recent,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer", "kind", "cos_floor"])
 def _similarity(
     slots, positions, query, label, label_kind, cover, parity, weights, tau, resident, forced_from, first_position,
-    fault, counters, projection, misses, codes, histogram, layer, kind, cos_floor,
+    stored, fault, counters, projection, misses, codes, histogram, layer, kind, cos_floor,
     SIDE: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr, BINS: tl.constexpr, BY_LABEL: tl.constexpr,
     ROWS: tl.constexpr, SHIFT: tl.constexpr, PLANES: tl.constexpr,
+    SINK: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     lane, table = row * HEADS + head, layer * HEADS + head
@@ -77,7 +78,9 @@ def _similarity(
                 cos_floor, GROUP, GROUP_BLOCK, D, D_BLOCK,
             )  # fmt: skip
     position = tl.load(positions + row)
-    forced = (position - tl.load(cover + now) >= tl.load(forced_from + table)).to(tl.int32)
+    covered = tl.load(cover + now)
+    due = (position - covered >= tl.load(forced_from + table)).to(tl.int32)
+    forced = due * (limit(tl.load(stored + slot), position, SINK, RECENT) > covered).to(tl.int32)
     hit = near * (1 - forced)
     if position != tl.load(first_position + slot):
         tl.atomic_add(counters + _LOOKUPS, tl.full((), 1, tl.int64))

@@ -144,12 +144,11 @@ class Prefill:
             if keep_rest:
                 result.rest.append((keys[stored:].clone(), values[stored:].clone()))
             if drafts:
-                importance = self._importance(queries, keys).cpu()
+                importance = self._importance(queries, keys)
+                self._wait()
                 yield None
                 for draft, span in drafts:
-                    yield from self._writer.store(
-                        draft, layer, keys[span].cpu(), values[span].cpu(), importance[:, span]
-                    )
+                    yield from self._writer.store(draft, layer, keys[span], values[span], importance[:, span])
         result.logits = model.logits(x[-1:])[0].cpu()
         return result
 

@@ -67,8 +67,8 @@ class Experiment:
     def run(self) -> None:
         vulkan_library, cuda_library = self._libraries
         step = "cuda"
-        with contextlib.ExitStack() as undo:
-            try:
+        try:
+            with contextlib.ExitStack() as undo:
                 cuda = self._cuda(cuda_library)
                 step = "memory_types"
                 vulkan = undo.enter_context(contextlib.closing(Vulkan(vulkan_library)))
@@ -89,8 +89,11 @@ class Experiment:
                 self.steps[step] = _copied(cuda, memory, pointer)
                 step = "polled"
                 self.steps[step] = _polled(memory, pointer)
-            except Exception as error:  # of either driver, of a compiler: what the experiment is to report
-                self.steps[step] = f"not had: {error}"
+                step = "given_back"
+        except Exception as error:  # of either driver, of a compiler: what the experiment is to report
+            while error.__context__ is not None:  # who gives back after an error may meet another
+                error = error.__context__
+            self.steps[step] = f"not had: {error}"
 
     def _cuda(self, library: str) -> Cuda | None:
         try:
@@ -230,19 +233,17 @@ class Cuda:
         taken, pointer = c_void_p(), c_uint64()
         wanted = _HandleDescription(type=CUDA_OPAQUE_FD, size=memory.size_bytes)
         wanted.handle.fd = descriptor
-        try:
-            self.call("cuImportExternalMemory", byref(taken), byref(wanted))
-        except Missing:
-            os.close(descriptor)  # the driver's from here on, but only if it takes it
-            raise
-        try:
-            whole = _BufferDescription(offset=0, size=memory.size_bytes)
+        whole = _BufferDescription(offset=0, size=memory.size_bytes)
+        with contextlib.ExitStack() as undo:
+            try:
+                self.call("cuImportExternalMemory", byref(taken), byref(wanted))
+            except Missing:
+                os.close(descriptor)  # the driver's from here on, but only if it takes it
+                raise
+            undo.callback(self.call, "cuDestroyExternalMemory", taken)
             self.call("cuExternalMemoryGetMappedBuffer", byref(pointer), taken, byref(whole))
+            undo.callback(self.call, "cuMemFree_v2", pointer)
             yield pointer.value
-        finally:
-            if pointer:
-                self.call("cuMemFree_v2", pointer)
-            self.call("cuDestroyExternalMemory", taken)
 
 
 class _Handle(Union):

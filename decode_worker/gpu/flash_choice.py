@@ -24,9 +24,9 @@ from decode_worker.model.config import ModelConfig
 from decode_worker.model.json_object import JsonObject
 from decode_worker.model.operations import Operations, torch_operations
 
-TOLERANCE = 2e-2  # some roundings of bfloat16, of numbers near 1
-ROWS = (1, 70)
-BEHIND = 190  # keys before a chunk
+TOLERANCE = 2e-2  # some roundings of bfloat16, as a part of a number and of what is usual beside it
+ROWS = (1, 300)
+BEHIND = 700  # keys before a chunk
 DECLARED_MAX = 8192
 COMMON = {"num_hidden_layers": 1, "vocab_size": 512, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
 MODELS: dict[str, dict[str, Any]] = {
@@ -109,12 +109,12 @@ class Comparison:
                 continue
             try:
                 results = [self._results(name, each, rows, more) for each in (made, reference)]
-                off = max(_off(*both) for both in zip(*results, strict=True))
+                off = [each for each in (_off(*both) for both in zip(*results, strict=True)) if not each <= 1]
             except Exception as error:  # of a compiler, of the driver, of the library
                 failed[name] = _line(error)
             else:
-                if not off <= 1:  # nan is a difference
-                    failed[name] = f"differs from torch by {off:.3g} times the tolerance"
+                if off:
+                    failed[name] = f"differs from torch by {off[0]:.3g} times the tolerance"
         return failed
 
     @torch.inference_mode()
@@ -153,7 +153,7 @@ def _off(made: Tensor, right: Tensor) -> float:
     if made.shape != right.shape or made.dtype != right.dtype:
         raise ValueError(f"made {made.dtype} {list(made.shape)}, not {right.dtype} {list(right.shape)}")
     made, right = made.double(), right.double()
-    return float(((made - right).abs() / (TOLERANCE * (1 + right.abs()))).max())
+    return float(((made - right).abs() / (TOLERANCE * (right.square().mean().sqrt() + right.abs()))).max())
 
 
 def _line(error: Exception) -> str:

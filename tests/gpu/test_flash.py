@@ -108,13 +108,18 @@ def _refuses(*arguments: object, **options: object) -> None:
     [
         ("rmsnorm", lambda x, weight, eps, out, enable_pdl: out.copy_(x), r"differs from torch by \d"),
         ("fused_add_rmsnorm", lambda x, residual, *_, **__: x.add_(residual), r"differs from torch by \d"),
+        ("fused_add_rmsnorm", lambda x, residual, weight, eps, enable_pdl: [
+            flashinfer_double.fused_add_rmsnorm(x, residual, weight, eps), residual.fill_(torch.nan)
+        ], "differs from torch by nan"),
         ("silu_and_mul", lambda x, out, enable_pdl: out.fill_(torch.nan), "differs from torch by nan"),
         ("apply_rope_with_cos_sin_cache_inplace", _refuses, r"RuntimeError: nvcc: not found\)"),
         ("single_prefill_with_kv_cache", lambda q, *_, **__: q[:, :1], r"ValueError: made torch.bfloat16 \[1, 1, 64\]"),
         ("single_prefill_with_kv_cache", lambda q, k, v, **_: flashinfer_double.causal_attention(
             q, k[: len(q)], v[: len(q)], 0, 0.125), r"differs from torch by \d"),
+        ("single_prefill_with_kv_cache", lambda q, k, v, causal, sm_scale: flashinfer_double.causal_attention(
+            q, k, v, len(k) - len(q), 0.9 * sm_scale), r"differs from torch by \d"),
     ],
-    ids=["norms", "no-sum", "nan", "no-compiler", "shape", "mask"],
+    ids=["norms", "no-sum", "no-sum-left", "nan", "no-compiler", "shape", "mask", "scale"],
 )  # fmt: skip
 def test_what_is_broken_stays_torch_s_and_is_said_once(
     double: SimpleNamespace, said: Callable[[], list[str]], function: str, broken: object, reason: str

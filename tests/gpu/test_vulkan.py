@@ -71,6 +71,9 @@ def test_what_cuda_sees_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fails=vkGetMemoryFdKHR", "imported", "vkGetMemoryFdKHR: initialisation failed"),
         ("fails=cuImportExternalMemory", "imported", "cuImportExternalMemory: error 1"),
         ("fails=cuInit", "imported", "there is no CUDA"),
+        ("fails=cuMemcpyDtoH_v2", "copied", "cuMemcpyDtoH_v2: error 1"),
+        ("fails=cuMemcpyDtoH_v2 fails=cuMemFree_v2", "copied", "cuMemcpyDtoH_v2: error 1"),
+        ("fails=cuMemFree_v2", "given_back", "cuMemFree_v2: error 1"),
     ],
 )
 def test_what_cannot_be_had_says_why(words: str, step: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

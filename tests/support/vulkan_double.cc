@@ -154,12 +154,13 @@ API int cuExternalMemoryGetMappedBuffer(uint64_t* pointer, Imported* imported, c
   return 0;
 }
 API int cuMemcpyDtoH_v2(void* to, uint64_t from, uint64_t bytes) {
+  if (fails("cuMemcpyDtoH_v2")) return kInvalid;
   memcpy(to, reinterpret_cast<const void*>(from), bytes);
   return 0;
 }
 API int cuMemFree_v2(uint64_t pointer) {
   live--;
-  return munmap(reinterpret_cast<void*>(pointer), mapped_bytes);
+  return munmap(reinterpret_cast<void*>(pointer), mapped_bytes) || fails("cuMemFree_v2") ? kInvalid : 0;
 }
 API int cuDestroyExternalMemory(Imported* imported) {
   close(imported->fd);

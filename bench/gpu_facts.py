@@ -7,6 +7,7 @@ What cannot be asked stands with the reason. Needs the driver and torch with CUD
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import shutil
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from bench.vulkan import Vulkan
+from bench.vulkan_window import described
 from decode_worker.device import Gpu
 from decode_worker.figures import commit, machine
 
@@ -121,9 +124,9 @@ def _loads(name: str) -> bool:
     return True
 
 
-def _vulkan() -> list[str]:
-    lines = _output("vulkaninfo").splitlines()
-    return [line.strip() for line in lines if "memoryTypes[" in line or "MEMORY_PROPERTY" in line]
+def _vulkan() -> dict[str, list[str]]:
+    with contextlib.closing(Vulkan()) as vulkan:
+        return described(vulkan.devices())
 
 
 def _copies() -> dict[str, dict[str, float]]:

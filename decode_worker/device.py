@@ -11,6 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from decode_worker.gpu import flash_choice
+from decode_worker.model.config import ModelConfig
+from decode_worker.model.operations import Operations, torch_operations
+
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # cudaHostRegister
 
 
@@ -39,6 +43,10 @@ class Device(ABC):
     @abstractmethod
     def at(self, address: int, size_bytes: int) -> torch.Tensor:
         """Memory of the device itself, uint8; the caller keeps it."""
+
+    @abstractmethod
+    def operations(self, config: ModelConfig, declared_max: int, dtype: torch.dtype) -> Operations:
+        """The fastest that can be had here for contexts of up to declared_max tokens."""
 
     @abstractmethod
     def graph(self) -> Graph:
@@ -70,6 +78,9 @@ class Host(Device):
     def at(self, address: int, size_bytes: int) -> torch.Tensor:
         raise ValueError("window: kernels on a CPU cannot reach a GPU's memory; give --window shm or --kernels triton")
 
+    def operations(self, config: ModelConfig, declared_max: int, dtype: torch.dtype) -> Operations:
+        return torch_operations(config, declared_max, dtype, self.torch_device)
+
     def graph(self) -> Graph:
         raise RuntimeError("a CPU has no graphs")
 
@@ -97,6 +108,9 @@ class Gpu(Device):
 
     def at(self, address: int, size_bytes: int) -> torch.Tensor:
         return torch.as_tensor(_CudaArray(address, size_bytes), device=self.torch_device)
+
+    def operations(self, config: ModelConfig, declared_max: int, dtype: torch.dtype) -> Operations:
+        return flash_choice.operations(config, declared_max, dtype, self.torch_device)
 
     def graph(self) -> Graph:
         return CudaGraph()

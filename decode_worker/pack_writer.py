@@ -126,7 +126,8 @@ class PackWriter:
         importance: torch.Tensor,
         order: NDArray[np.uint16] | None = None,
     ) -> Pieces[None]:
-        """Orders, indexes and stages one layer: K, V [n, H, d]; importance [H, n]. Layers come in order.
+        """Orders, indexes and stages one layer: K, V [n, H, d]; importance [H, n]. Layers come in order. Their device
+        finds the order, the host does the rest.
 
         order: [H, n], record -> token, of who knows one; a pack that is stored already keeps its own."""
         if draft.known is not None:
@@ -136,6 +137,7 @@ class PackWriter:
             order = draft.stored_order[layer]
         elif order is None:
             order = self._order(rounded, importance)
+        rounded, keys, values = rounded.cpu(), keys.cpu(), values.cpu()
         draft.orders.append(order)
         draft.index_layers.append(self._retriever.build(layer, rounded.numpy(), order))
         if draft.reserved.upload_id is not None:

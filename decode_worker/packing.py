@@ -23,16 +23,16 @@ def token_order(heads: int, tokens: int) -> NDArray[np.uint16]:
 def clustered_order(keys: torch.Tensor, importance: torch.Tensor) -> NDArray[np.uint16]:
     """Record -> token, uint16[H, n], for one pack and layer.
 
-    keys: float32 [H, n, d]; importance: float32 [H, n], any scale.
+    keys: float32 [H, n, d]; importance: float32 [H, n], any scale; both on the device that is to find it.
     The `HOT_FRACTION` most important tokens form class 0.
     """
     heads, tokens, _ = keys.shape
     cluster = _cluster_rank(keys)
-    hot = torch.zeros(heads, tokens, dtype=torch.bool)
+    hot = torch.zeros(heads, tokens, dtype=torch.bool, device=keys.device)
     hot.scatter_(1, importance.topk(hot_records(tokens), dim=1).indices, True)
     # One sort key: class, then cluster, then token (a stable sort keeps the token order).
     sort_key = torch.where(hot, cluster, cluster + tokens)
-    return sort_key.argsort(dim=1, stable=True).numpy().astype(np.uint16)
+    return sort_key.argsort(dim=1, stable=True).cpu().numpy().astype(np.uint16)
 
 
 def hot_records(tokens: int) -> int:
@@ -48,7 +48,7 @@ def _cluster_rank(keys: torch.Tensor) -> torch.Tensor:
     for _ in range(KMEANS_ITERATIONS):
         nearest = torch.cdist(keys, centres).argmin(dim=2)
         sums = torch.zeros_like(centres).scatter_add_(1, nearest[..., None].expand(-1, -1, d), keys)
-        sizes = torch.zeros(heads, centres.shape[1]).scatter_add_(1, nearest, torch.ones(heads, tokens))
+        sizes = keys.new_zeros(heads, centres.shape[1]).scatter_add_(1, nearest, keys.new_ones(heads, tokens))
         centres = torch.where(sizes[..., None] > 0, sums / sizes[..., None].clamp(min=1), centres)
     centred = centres - centres.mean(dim=1, keepdim=True)
     direction = torch.linalg.svd(centred, full_matrices=False).Vh[:, 0]

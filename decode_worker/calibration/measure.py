@@ -107,12 +107,10 @@ def prefill(model: Transformer, ids: Sequence[int], storage: torch.dtype) -> lis
         prefix.append((_stored(k, storage), _stored(v, storage)))
         if layer == model.config.layers - 1:
             break  # the output of the last layer has no reader
-        chunks = []
         for part in positions.split(CHUNK):
             first, end = int(part[0]), int(part[-1]) + 1
             q = model.query(layer, x[first:end], part)
-            chunks.append(model.finish(layer, x[first:end], causal_attention(q, k[:end], v[:end], first, model.scale)))
-        x = torch.cat(chunks)
+            model.finish(layer, x[first:end], causal_attention(q, k[:end], v[:end], first, model.scale))
     return prefix
 
 
@@ -134,7 +132,7 @@ def ask(model: Transformer, case: Case, visible: Visible) -> Score:
         guess = model.query(layer, before, positions).view(*shape, config.q_heads, config.head_dim)
         q, k, v = (part.reshape(*shape, -1, config.head_dim) for part in model.qkv(layer, x, positions))
         attended = attend(q, k, v, prefix, visible(layer, guess), model.scale)
-        before, x = x, model.finish(layer, x, attended.flatten(0, 1))
+        before, x = x, model.finish(layer, x.clone(), attended.flatten(0, 1))
     logits, targets = model.logits(x.view(*shape, -1)[questions.answer]), questions.targets[questions.answer]
     right = torch.ones(shape, dtype=torch.bool)
     right[questions.answer] = logits.argmax(-1) == targets

@@ -68,7 +68,13 @@ class Engine:
         shape, compute = checkpoint.config, STORAGE_DTYPES[config.compute][1]
         self.device = device_of(config.kernels)
         self.tokenizer = Tokenizer.load(config.model, shape.vocab)
-        self.model = model or Transformer.load(checkpoint, config.context, compute, self.device.torch_device)
+        self.model = model or Transformer.load(
+            checkpoint,
+            config.context,
+            compute,
+            self.device.torch_device,
+            self.device.operations(shape, config.context, compute),
+        )
         self.records = RecordFormat(shape.kv_heads, shape.head_dim, config.storage)
         kind = KindSpec(shape.kv_heads, shape.head_dim, self.records.code, self.records.record_bytes)
         fingerprint = checkpoint.fingerprint(config.context, compute, config.storage, LAYOUT_VERSION)
@@ -106,7 +112,7 @@ class Engine:
         )  # fmt: skip
         self._prefill = Prefill(
             self.model, self.records, self._writer, self._calls, self.transport.pack_tokens,
-            self.transport.require_daemon,
+            self.transport.require_daemon, self.device.wait,
         )  # fmt: skip
         self._sealer = Sealer(
             self.records, self.policy, self.transport, self._writer, self._calls,

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 
 from decode_worker.engine.prefix import exact_candidates, reservations
-from decode_worker.model.attention import causal_attention
 from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import PackDraft, PackWriter
 from decode_worker.packs import IndexedPack
@@ -85,14 +84,17 @@ class Prefill:
         calls: StoreCalls,
         pack_tokens: int,
         alive: Callable[[], None],
+        wait: Callable[[], None],
     ) -> None:
-        """`alive` raises when nobody would take what is computed any more; asked in every chunk."""
+        """`alive` raises when nobody would take what is computed any more; asked in every chunk. `wait` returns when
+        the device has done what it was told: a piece that was only begun would be time of the steps behind it."""
         self._model = model
         self._records = records
         self._writer = writer
         self._calls = calls
         self._pack_tokens = pack_tokens
         self._alive = alive
+        self._wait = wait
 
     def run(
         self,
@@ -134,20 +136,19 @@ class Prefill:
         positions = torch.arange(len(ids), device=model.device)
         x = model.embed(torch.tensor(ids[prefix.tokens if prefix else 0 :], device=model.device))
         result = Prefilled([], torch.empty(0), [], [])
-        before = x[-1:]  # the input of the layer before: what a speculative query is made from
+        before = x[-1:].clone()  # the input of the layer before: what a speculative query is made from
         for layer in range(model.config.layers):
             result.last_query.append(model.query(layer, before, positions[-1:])[0])
-            before = x[-1:]
+            before = x[-1:].clone()
             keys, values, queries, x = yield from self._layer(layer, x, positions, progress, prefix)
             if keep_rest:
                 result.rest.append((keys[stored:].clone(), values[stored:].clone()))
             if drafts:
-                importance = self._importance(queries, keys).cpu()
+                importance = self._importance(queries, keys)
+                self._wait()
                 yield None
                 for draft, span in drafts:
-                    yield from self._writer.store(
-                        draft, layer, keys[span].cpu(), values[span].cpu(), importance[:, span]
-                    )
+                    yield from self._writer.store(draft, layer, keys[span], values[span], importance[:, span])
         result.logits = model.logits(x[-1:])[0].cpu()
         return result
 
@@ -160,7 +161,7 @@ class Prefill:
         prefix: StoredPrefix | None,
     ) -> Pieces[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """One layer over the prompt's last len(x) tokens: K, V [T, H, d] of all, the last queries [n, Hq, d], and the
-        next layer's x.
+        next layer's x, in this one's memory.
 
         Of the last layer only the last token's output is ever used.
         """
@@ -171,7 +172,6 @@ class Prefill:
             keys[:before], values[:before] = yield from prefix.read(layer)
         last_layer = layer == config.layers - 1
         queries = x.new_empty(0, config.q_heads, config.head_dim)
-        out = x[-1:] if last_layer else torch.empty_like(x)
         for offset, chunk in _chunks(x):
             self._alive()
             first, end = before + offset, before + offset + len(chunk)
@@ -179,15 +179,17 @@ class Prefill:
             keys[first:end], values[first:end] = k.to(self._records.torch_dtype), v.to(self._records.torch_dtype)
             queries = torch.cat((queries, q[-IMPORTANCE_QUERIES:]))[-IMPORTANCE_QUERIES:]
             if not last_layer:
-                attention = causal_attention(q, keys[:end], values[:end], first, self._model.scale)
-                out[offset : offset + len(chunk)] = self._model.finish(layer, chunk, attention)
+                self._model.finish(layer, chunk, self._attention(q, keys[:end], values[:end], first))
+            self._wait()
             if progress is not None:
                 progress(layer * len(x) + end - before, config.layers * len(x))
             yield None
         if last_layer:
-            attention = causal_attention(queries[-1:], keys, values, tokens - 1, self._model.scale)
-            out = self._model.finish(layer, x[-1:], attention)
-        return keys, values, queries, out
+            x = self._model.finish(layer, x[-1:], self._attention(queries[-1:], keys, values, tokens - 1))
+        return keys, values, queries, x
+
+    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torch.Tensor:
+        return self._model.operations.attention(q, k, v, first, self._model.scale)
 
     def _importance(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Attention mass that the last queries give each token, float32 [H, T] (KVDrive §7.1)."""

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode_worker.model import rope
 from decode_worker.model.checkpoint import Checkpoint, LayerWeights, Weights
 from decode_worker.model.config import ModelConfig
+from decode_worker.model.operations import Operations, torch_operations
 
 
 class _QueryWeights(NamedTuple):
@@ -23,20 +23,24 @@ class Transformer:
 
     A step is embed; then for each layer qkv, attention by the caller with ``scale``, and finish;
     then logits. Call it under torch.inference_mode. All activations have ``dtype`` and live on the
-    weights' device. No call changes its arguments, and no state is kept between calls.
+    weights' device. No call but finish changes its arguments, and no state is kept between calls.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, declared_max: int) -> None:
-        """Raises CheckpointError when ``config`` cannot compute ``declared_max`` tokens exactly."""
+    def __init__(
+        self, config: ModelConfig, weights: Weights, declared_max: int, operations: Operations | None = None
+    ) -> None:
+        """``operations``: made for these arguments and the weights' dtype; default: torch's.
+
+        Raises CheckpointError when ``config`` cannot compute ``declared_max`` tokens exactly."""
         config.check_context(declared_max)
         self.config = config
         self.declared_max = declared_max
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.scale = config.head_dim**-0.5
+        self.operations = operations or torch_operations(config, declared_max, self.dtype, self.device)
         self.weights = weights
         self._layers = weights.layers
-        self._rotary = rope.RotaryTable(config.rope, declared_max, self.dtype, self.device)
         self._queries = [self._query_weights(layer) for layer in weights.layers]
         self._qk_norms = [self._qk_norm_weights(layer) for layer in weights.layers]
 
@@ -47,12 +51,13 @@ class Transformer:
         declared_max: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        operations: Operations | None = None,
     ) -> "Transformer":
         """Loads the weights as ``dtype`` (float32 or bfloat16) for contexts up to declared_max."""
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"compute dtype is {dtype}; it must be torch.float32 or torch.bfloat16")
         checkpoint.config.check_context(declared_max)
-        return cls(checkpoint.config, checkpoint.weights(dtype, torch.device(device)), declared_max)
+        return cls(checkpoint.config, checkpoint.weights(dtype, torch.device(device)), declared_max, operations)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids int64 [T] -> x [T, hidden]."""
@@ -65,14 +70,10 @@ class Transformer:
         buffers: each row is contiguous, rows are further apart.
         """
         config, weights = self.config, self._layers[layer]
-        rows = F.linear(self._norm(x, weights.attention_norm), weights.qkv, weights.qkv_bias)
+        rows = F.linear(self.operations.norm(x, weights.attention_norm), weights.qkv, weights.qkv_bias)
         heads = rows.view(len(x), -1, config.head_dim)
         rotated, v = heads.split((config.q_heads + config.kv_heads, config.kv_heads), 1)
-        norm = self._qk_norms[layer]
-        if norm is not None:
-            rotated = self._norm(rotated, None) * norm
-        rotated = rope.apply(rotated, *self._rotary.cos_sin(positions))
-        q, k = rotated.split((config.q_heads, config.kv_heads), 1)
+        q, k = self._rotated(layer, rotated, positions).split((config.q_heads, config.kv_heads), 1)
         return q, k, v
 
     def query(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
@@ -82,26 +83,27 @@ class Transformer:
         because a layer changes x little.
         """
         config, weights = self.config, self._queries[layer]
-        rows = F.linear(self._norm(x, self._layers[layer].attention_norm), weights.weight, weights.bias)
-        q = rows.view(len(x), config.q_heads, config.head_dim)
-        norm = self._qk_norms[layer]
-        if norm is not None:
-            q = self._norm(q, None) * norm[: config.q_heads]
-        return rope.apply(q, *self._rotary.cos_sin(positions))
+        rows = F.linear(self.operations.norm(x, self._layers[layer].attention_norm), weights.weight, weights.bias)
+        return self._rotated(layer, rows.view(len(x), config.q_heads, config.head_dim), positions)
 
     def finish(self, layer: int, x: Tensor, attention: Tensor) -> Tensor:
-        """The rest of the layer: x [T, hidden], attention [T, q_heads, d] -> next x [T, hidden]."""
-        weights = self._layers[layer]
-        x = F.linear(attention.reshape(len(x), -1), weights.output, weights.output_bias).add_(x)
-        gate, up = F.linear(self._norm(x, weights.mlp_norm), weights.gate_up, weights.gate_up_bias).chunk(2, -1)
-        return F.linear(F.silu(gate).mul_(up), weights.down, weights.down_bias).add_(x)
+        """The rest of the layer: x [T, hidden], attention [T, q_heads, d] -> next x [T, hidden], in x's memory."""
+        weights, operations = self._layers[layer], self.operations
+        made = F.linear(attention.reshape(len(x), -1), weights.output, weights.output_bias)
+        normed = operations.add_norm(x, made, weights.mlp_norm)
+        inner = operations.silu_mul(F.linear(normed, weights.gate_up, weights.gate_up_bias))
+        return x.add_(F.linear(inner, weights.down, weights.down_bias))
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, hidden] after the last layer -> logits float32 [T, vocab]."""
-        return F.linear(self._norm(x, self.weights.final_norm), self.weights.head).float()
+        return F.linear(self.operations.norm(x, self.weights.final_norm), self.weights.head).float()
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, self.config.norm_eps)
+    def _rotated(self, layer: int, heads: Tensor, positions: Tensor) -> Tensor:
+        """QK norm, if there is one, and RoPE of the query heads, or of these and the key heads; uses ``heads`` up."""
+        weight = self._qk_norms[layer]
+        if weight is not None:
+            heads = self.operations.norm_heads(heads, weight[: heads.shape[1]])
+        return self.operations.rotate(heads, positions)
 
     def _query_weights(self, layer: LayerWeights) -> _QueryWeights:
         rows = self.config.q_heads * self.config.head_dim

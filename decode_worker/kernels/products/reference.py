@@ -18,7 +18,7 @@ class ReferenceProducts(Products):
         """`threads` is torch's own business here."""
         super().__init__(model, batch)
         if weights == "int8":
-            model = Transformer(model.config, rounded(model.weights), model.declared_max)
+            model = Transformer(model.config, rounded(model.weights), model.declared_max, model.operations)
         self._model = model
         self._x = torch.empty(0)
 

@@ -13,7 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from bench import comparison, decode, gather, gpu_facts, isolation, nvme, products, restore, ring, scale, sessions
+from bench import (
+    comparison,
+    decode,
+    decoder,
+    gather,
+    gpu_facts,
+    isolation,
+    nvme,
+    products,
+    restore,
+    ring,
+    scale,
+    sessions,
+)
 from bench.decoder import HITS
 from bench.rivals import RIVALS, NotRun, Problem, llama_cpp
 from decode_worker.figures import Figure, print_json
@@ -189,7 +202,7 @@ def test_decode_refuses_what_it_cannot_measure() -> None:
 
 
 def test_decode_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(decoder, "available_memory", lambda: 1 << 20)
     (figure,) = decode.million(few(), tmp_path)
     assert (figure.name, figure.value) == ("step_ms.3k", None)
     assert figure.unit.startswith("not run: 3072 tokens need")

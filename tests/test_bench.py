@@ -16,7 +16,6 @@ import torch
 from bench import (
     comparison,
     decode,
-    decoder,
     gather,
     gpu_facts,
     isolation,
@@ -202,7 +201,7 @@ def test_decode_refuses_what_it_cannot_measure() -> None:
 
 
 def test_decode_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("bench.decoder.available_memory", lambda: 1 << 20)
     (figure,) = decode.million(few(), tmp_path)
     assert (figure.name, figure.value) == ("step_ms.3k", None)
     assert figure.unit.startswith("not run: 3072 tokens need")

@@ -54,7 +54,7 @@ class _Draw:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def ones(self, size: int) -> Tensor:
-        return torch.ones(size, **self._place)  # type: ignore[call-overload, no-any-return]
+        return torch.ones(size, **self._place)  # type: ignore[call-overload]
 
     def matrix(self, rows: int, columns: int) -> Tensor:
         return self._normal((rows, columns), WEIGHT_SCALE * columns**-0.5)
@@ -63,7 +63,7 @@ class _Draw:
         return self._normal((size,), BIAS_SCALE)
 
     def _normal(self, size: tuple[int, ...], scale: float) -> Tensor:
-        return torch.empty(size, **self._place).normal_(0, scale, generator=self._generator)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(size, **self._place).normal_(0, scale, generator=self._generator)  # type: ignore[call-overload]
 
 
 def _layers(config: ModelConfig, draw: _Draw) -> Iterator[LayerWeights]:

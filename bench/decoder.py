@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,7 @@ class Document:
         self._generator = torch.Generator().manual_seed(SEED)
         self._ids = self.random_ids(tokens + 1)
         self._stored = False
+        self._engines: list[Engine] = []
 
     def __enter__(self) -> Document:
         with contextlib.ExitStack() as stack:
@@ -85,11 +87,16 @@ class Document:
             self.daemon = stack.enter_context(
                 PrivateDaemon(self._directory / "store", dram_bytes, options=self._daemon_options)
             )
+            stack.callback(self._close_all)
             self._resources = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
+
+    def _close_all(self) -> None:
+        while self._engines:
+            self.close(self._engines[-1])
 
     @property
     def kv_bytes(self) -> int:
@@ -116,9 +123,15 @@ class Document:
             model=self.checkpoint, socket=Path(self.daemon.socket), broker=Path(self.daemon.broker), policy=policy,
             profile=str(self._profile(missing)), slots=sessions, **(self._settings | settings),
         )  # fmt: skip
-        engine = self._resources.enter_context(contextlib.closing(Engine(config, self.model, self.drawn)))
+        engine = Engine(config, self.model, self.drawn)
+        self._engines.append(engine)
         self.model = engine.model
         return engine
+
+    def close(self, engine: Engine) -> None:
+        """Before the document's own end: a window may take gigabytes."""
+        self._engines.remove(engine)
+        engine.close()
 
     def decoder(
         self, policy: str, missing: float = 1.0, sessions: int = 1, fresh: float = 1.0, **settings: Any
@@ -127,8 +140,12 @@ class Document:
 
         The first engine stores the tokens."""
         engine = self.engine(policy, missing, sessions, **settings)
-        self._store(engine)
-        return Decoder(engine, self.daemon, self._ids, sessions, self.random_ids, fresh)
+        try:
+            self._store(engine)
+            return Decoder(self, engine, self._ids, sessions, fresh)
+        except BaseException:
+            self.close(engine)
+            raise
 
     def _store(self, engine: Engine) -> None:
         if not self._stored:
@@ -177,16 +194,15 @@ class Decoder:
     """Sessions of one engine; every step takes one token of each: a random one in `fresh` of the steps, else the last
     one again, for which heads that miss select nearly what they have."""
 
+    document: Document
     engine: Engine
-    daemon: PrivateDaemon
     ids: list[int]
     count: int
-    random_ids: Callable[[int], list[int]]
     fresh: float = 1.0
 
     def __post_init__(self) -> None:
         self._sessions = [self.engine.attach(self.ids)[0] for _ in range(self.count)]
-        self._last = self.random_ids(self.count)
+        self._last = self.document.random_ids(self.count)
         self._due = 0.0  # of a random token
         self.device_bytes = self._sessions[0].geometry.device_bytes
         self.run(WARM_STEPS)
@@ -194,15 +210,16 @@ class Decoder:
     def run(self, steps: int) -> Sample:
         """Means over the steps: ms of the step, ms of each phase that the engine times, what was moved, and the ms of
         processors that worker and daemon took."""
-        engine, read_bytes = self.engine, counters(self.daemon)["nvme_read_bytes"]
+        engine, daemon = self.engine, self.document.daemon
+        read_bytes = counters(daemon)["nvme_read_bytes"]
         before, selected, phases = engine.policy.counters, self._selected(), dict(engine.loop.spent_ns)
         tokens = [self._tokens() for _ in range(steps)]
-        worker_ns, daemon_ns = time.process_time_ns(), processor_ns(self.daemon.pid)
+        worker_ns, daemon_ns = time.process_time_ns(), processor_ns(daemon.pid)
         started = time.perf_counter_ns()
         for step in tokens:
             engine.step(self._sessions, step)
         step_ns = time.perf_counter_ns() - started
-        worker_ns, daemon_ns = time.process_time_ns() - worker_ns, processor_ns(self.daemon.pid) - daemon_ns
+        worker_ns, daemon_ns = time.process_time_ns() - worker_ns, processor_ns(daemon.pid) - daemon_ns
         after, spent = engine.policy.counters, engine.loop.spent_ns
         chosen, fetched = (now - then for now, then in zip(self._selected(), selected, strict=True))
         return {
@@ -211,13 +228,13 @@ class Decoder:
             "hit_ratio": (after.hits - before.hits) / max(1, after.lookups - before.lookups),
             "moved": (after.records_moved - before.records_moved) / steps,
             "delta": fetched / max(1, chosen),
-            "nvme_read": (counters(self.daemon)["nvme_read_bytes"] - read_bytes) / steps,
+            "nvme_read": (counters(daemon)["nvme_read_bytes"] - read_bytes) / steps,
             "worker_cpu": worker_ns / steps / 1e6,
             "daemon_cpu": daemon_ns / steps / 1e6,
         }
 
     def close(self) -> None:
-        self.engine.close()
+        self.document.close(self.engine)
 
     def python_ms(self, steps: int) -> float:
         """What a step takes whose native calls return at once: all that Python does. Decodes nothing sensible, and no
@@ -230,7 +247,7 @@ class Decoder:
         self._due += self.fresh
         if self._due >= 1:
             self._due -= 1
-            self._last = self.random_ids(self.count)
+            self._last = self.document.random_ids(self.count)
         return self._last
 
     def _selected(self) -> tuple[int, int]:
@@ -255,9 +272,9 @@ def available_memory() -> int:
 
 
 def processor_ns(pid: int) -> int:
-    """What all living threads of a process have run so far."""
-    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(thread.read_text().split()[0]) for thread in threads)
+    """What a process has run so far, in ticks of the kernel's clock (10 ms)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def kv_token_bytes(shape: Shape) -> int:

@@ -134,7 +134,7 @@ class Document:
         engine.close()
 
     def decoder(
-        self, policy: str, missing: float = 1.0, sessions: int = 1, fresh: float = 1.0, **settings: Any
+        self, policy: str, missing: float = 1.0, sessions: int = 1, warm_steps: int = WARM_STEPS, **settings: Any
     ) -> Decoder:
         """`sessions` of an engine of its own behind the document's tokens, after its first steps.
 
@@ -142,7 +142,7 @@ class Document:
         engine = self.engine(policy, missing, sessions, **settings)
         try:
             self._store(engine)
-            return Decoder(self, engine, self._ids, sessions, fresh)
+            return Decoder(self, engine, self._ids, sessions, warm_steps)
         except BaseException:
             self.close(engine)
             raise
@@ -198,6 +198,7 @@ class Decoder:
     engine: Engine
     ids: list[int]
     count: int
+    warm_steps: int
     fresh: float = 1.0
 
     def __post_init__(self) -> None:
@@ -205,7 +206,7 @@ class Decoder:
         self._last = self.document.random_ids(self.count)
         self._due = 0.0  # of a random token
         self.device_bytes = self._sessions[0].geometry.device_bytes
-        self.run(WARM_STEPS)
+        self.run(self.warm_steps)
 
     def run(self, steps: int) -> Sample:
         """Means over the steps: ms of the step, ms of each phase that the engine times, what was moved, and the ms of

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from bench.comparison import column
 from bench.decoder import SPARE_TOKENS, STEPS_MAX, WARM_STEPS, Decoder, Document, Sample, available_memory
 from bench.floors import FULL, Cell, Load, Model, Rates, crossing
 from bench.full_attention import FullAttention
-from bench.gpu_device import BenchDevice, idle_share, launch_gaps
+from bench.gpu_device import BenchDevice, Step, idle_share, launch_gaps
 from bench.rivals import NotRun
 from decode_worker.engine.step import DecodeLoop, Launch
 from decode_worker.figures import Figure
@@ -38,10 +39,15 @@ VARIANTS: dict[str, dict[str, str]] = {
     "-layer": {"sync": "layer"},
     "-layer-launched": {"sync": "layer", "graph": "off"},
 }
-# Ours at least so many times as fast as it, at 128K and for full attention from 64K on; beside `-layer` at batch 1.
-GOALS = {"lru": 2.0, "infinigen": 1.5, "full": 1.0, TORCH: 1.0, f"{OURS}-layer": 1.3, f"{OURS}-layer-launched": 1.3}
-SHORT_STEPS = 8  # of calibration, breakdown and trace
-CALIBRATION = 2 * SHORT_STEPS + 1
+# Ours is to be at least so many times as fast, from so many tokens on.
+GOALS = {
+    "lru": (2.0, 128 << 10),
+    "infinigen": (1.5, 128 << 10),
+    "full": (1.0, 64 << 10),
+    TORCH: (1.0, 64 << 10),
+    f"{OURS}-layer": (1.3, 128 << 10),
+    f"{OURS}-layer-launched": (1.3, 128 << 10),
+}
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,15 @@ class Settings:
     budget: float = 0.1
     steps: int = 20
     repeats: int = 5
+    few_steps: int = 8  # of calibration, breakdown, trace and transfer
+    warm_steps: int = WARM_STEPS
     copy_threads: int = 4
     staging_bytes: int = 256 << 20
     daemon_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.steps * self.repeats + WARM_STEPS + CALIBRATION > STEPS_MAX:
-            most = STEPS_MAX - WARM_STEPS - CALIBRATION
+        most = STEPS_MAX - self.warm_steps - 2 * self.few_steps - 1
+        if self.steps * self.repeats > most:
             raise ValueError(f"steps * repeats must be at most {most}: later steps would seal tails")
         for name in ("hits", "delta", "budget"):
             if not 0 < getattr(self, name) <= 1:
@@ -167,12 +175,7 @@ class Behind:
         rival.step()
         step = bench.device.graphed(rival.step)
 
-        def run() -> None:
-            for _ in range(settings.steps):
-                step()
-
-        steps = [1000 * bench.device.seconds(run) / settings.steps for _ in range(settings.repeats)]
-        self.samples[TORCH, batch] = [{"step": ms} for ms in steps]
+        self.samples[TORCH, batch] = [{"step": self._mean_ms(step)} for _ in range(settings.repeats)]
         floor = self._cell(FULL, batch).tokens_per_s(bench.rates)
         yield self._figure("tokens_per_s", TORCH, batch, self.rate(TORCH, batch), "tokens/s", "floor", floor)
 
@@ -186,10 +189,10 @@ class Behind:
                 continue
             beside = self._figure("tokens_per_s", OURS, batch, ours, "tokens/s", name, self.rate(name, batch))
             yield beside
-            if (goal := GOALS.get(name)) is not None and beside.ratio is not None:
-                yield Figure(
-                    self._named("goal", name, batch), beside.ratio, f"x {name}", "at least", goal, beside.ratio / goal
-                )
+            goal, first = GOALS.get(name, (0.0, 0))
+            if goal and self._context >= first and beside.ratio is not None:
+                what = self._named("goal", name, batch)
+                yield Figure(what, beside.ratio, f"x {name}", "at least", goal, beside.ratio / goal)
 
     def rate(self, name: str, batch: int) -> list[float]:
         """Tokens per second of each run."""
@@ -202,7 +205,7 @@ class Behind:
         time is the host's."""
         bench, layers = self._bench, self._bench.sizes.layers
         with self._decoder(policy, 1, graph="off") as decoder:
-            spent = phases_us(decoder, bench.device, SHORT_STEPS)
+            spent = phases_us(decoder, bench.device, bench.settings.few_steps)
         cell = self._cell(policy, 1)
         for phase, us in spent.items():
             name = f"breakdown_us.{bench.settings.shape_name}.{policy}.{self.at}.{phase}"
@@ -214,17 +217,17 @@ class Behind:
 
     def idle(self, policy: str, batch: int) -> Iterator[Figure]:
         """How much of a step the device does nothing; of a trace, or, where there is none, of the sum of the phases."""
-        device = self._bench.device
+        device, steps = self._bench.device, self._bench.settings.few_steps
         with self._decoder(policy, batch) as decoder:
-            spans = device.trace(lambda: decoder.run(SHORT_STEPS))
-            step_us = 1000 * decoder.run(SHORT_STEPS)["step"]
+            spans = device.trace(lambda: decoder.run(steps))
+            step_us = 1000 * decoder.run(steps)["step"]
         if spans:
             yield Figure(self._named("idle_share", policy, batch), idle_share(spans), "of a step, traced")
-            gaps = launch_gaps(spans, SHORT_STEPS)
+            gaps = launch_gaps(spans, steps)
             yield Figure(self._named("launch_gaps", policy, batch), gaps, "of a step, traced")
             return
         with self._decoder(policy, batch, graph="off") as decoder:
-            busy_us = sum(phases_us(decoder, device, SHORT_STEPS).values())
+            busy_us = sum(phases_us(decoder, device, steps).values())
         idle = max(0.0, 1 - busy_us / step_us)
         yield Figure(self._named("idle_share", policy, batch), idle, "of a step, without a trace")
 
@@ -259,12 +262,12 @@ class Behind:
 
     def _calibrate(self, decoder: Decoder) -> float:
         """How often a step must take a new token for the wanted delta, from steps that all do and that none does."""
+        wanted, steps = self._bench.settings.delta, self._bench.settings.few_steps
         decoder.fresh = 1.0
-        new = decoder.run(SHORT_STEPS)["delta"]
+        new = decoder.run(steps)["delta"]
         decoder.fresh = 0.0
         decoder.run(1)
-        old = decoder.run(SHORT_STEPS)["delta"]
-        wanted = self._bench.settings.delta
+        old = decoder.run(steps)["delta"]
         return min(1.0, max(0.0, (wanted - old) / (new - old))) if new > old else 1.0
 
     @contextlib.contextmanager
@@ -279,7 +282,7 @@ class Behind:
             raise NotRun(f"out of memory: windows take {landing:,} bytes of the host's, {free:,} are available")
         part = bench.settings.load.missing if missing is None else missing
         decoder = self._document.decoder(
-            policy, part if PRESETS[policy].reuse == "label" else 1.0, batch, **settings
+            policy, part if PRESETS[policy].reuse == "label" else 1.0, batch, bench.settings.warm_steps, **settings
         )  # fmt: skip
         try:
             if self._fresh is None and policy == OURS:
@@ -288,6 +291,15 @@ class Behind:
             yield decoder
         finally:
             decoder.close()
+
+    def _mean_ms(self, step: Step) -> float:
+        device, steps = self._bench.device, self._bench.settings.steps
+        device.wait()
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        device.wait()
+        return 1000 * (time.perf_counter() - started) / steps
 
     def _runs(self, decoder: Decoder) -> list[Sample]:
         settings = self._bench.settings

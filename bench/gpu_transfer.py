@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from bench.decoder import Document
-from bench.gpu_cells import SHORT_STEPS, Bench, phases_us
+from bench.gpu_cells import Bench, phases_us
 from bench.rivals import NotRun
 from decode_worker.figures import Figure
 from decode_worker.synthetic.checkpoint import B8, Shape
@@ -36,7 +36,7 @@ def transfers(bench: Bench, windows: Sequence[str], volumes: Sequence[int], thre
                         yield Figure.not_run(name, f"{type(error).__name__}: {error}")
                         continue
                     bus = bench.rates.bus_gbps
-                    yield Figure(name, rate, "GB/s", "plain copy", bus, rate / bus, SHORT_STEPS)
+                    yield Figure(name, rate, "GB/s", "plain copy", bus, rate / bus, bench.settings.few_steps)
 
 
 @contextlib.contextmanager
@@ -56,12 +56,12 @@ def _document(bench: Bench, checkpoint: DrawnCheckpoint, largest: int, threads: 
 def _rate(bench: Bench, document: Document, window: str, volume: int) -> float:
     """GB/s. NotRun if the tickets were not of this volume."""
     records = volume // (HEADS * RECORD_BYTES)
-    decoder = document.decoder("litecache", 1.0, window=window, budget=max(2, records))
+    decoder = document.decoder("litecache", warm_steps=bench.settings.warm_steps, window=window, budget=max(2, records))
     try:
         moved = decoder.run(1)["moved"]
         if moved != HEADS * records:
             raise NotRun(f"a ticket brought {moved:.0f} records, not {HEADS * records}")
-        arrive_us = phases_us(decoder, bench.device, SHORT_STEPS)[ARRIVE]
+        arrive_us = phases_us(decoder, bench.device, bench.settings.few_steps)[ARRIVE]
     finally:
         decoder.close()
     return volume / arrive_us / 1e3

@@ -8,7 +8,6 @@ import torch
 
 from decode_worker import _native
 from decode_worker.config import WorkerConfig
-from decode_worker.engine import engine as engine_module
 from decode_worker.engine.engine import Engine
 from decode_worker.policy.counters import Counters
 from decode_worker.policy.settings import STAGGER
@@ -16,24 +15,15 @@ from decode_worker.window.kinds import WINDOWS
 from tests.support.daemon_process import Daemon
 from tests.support.gpu_double import GpuDouble, double, gpu_daemon
 from tests.support.interpreter import bounded, patched_once
-from tests.support.pretend_gpu import PretendGpu
+from tests.support.pretend_gpu import PretendGpu, gpu
 
 from .conftest import LAYERS, random_ids, worker_settings
 
-__all__ = ["bounded", "double", "gpu_daemon", "patched_once"]
+__all__ = ["bounded", "double", "gpu", "gpu_daemon", "patched_once"]
 STEPS = 3  # made launch by launch, captured, replayed
 # Least tails: after two steps the first session's is sealed, and its index grows.
 SETTINGS = {"retriever": "hash", "recent": 1, "tail": 256 + STAGGER + 2, "slots": 4, "wait_ms": 60_000, "eta": 0.1}
 PROMPTS = (1023, 300, 530)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
-    """What kernels=triton runs on."""
-    gpu = PretendGpu()
-    device_of = engine_module.device_of
-    monkeypatch.setattr(engine_module, "device_of", lambda kernels: gpu if kernels == "triton" else device_of(kernels))
-    return gpu
 
 
 def decoded(daemon: Daemon, checkpoint: Path, expected: str, **settings: object) -> tuple[torch.Tensor, Counters]:

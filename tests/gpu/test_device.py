@@ -2,6 +2,8 @@
 
 import ctypes
 import mmap
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ import torch
 
 from decode_worker import device as device_module
 from decode_worker.device import Gpu, Host, device_of
+from decode_worker.gpu.launch import Launch
+from tests.support.device_tensor import DEVICE
+from tests.support.pretend_gpu import RecordedGraph, launched
 
 
 class Runtime:
@@ -77,3 +82,32 @@ def test_kernels_name_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
         device_of("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert isinstance(device_of("triton"), Gpu)
+
+
+def test_the_pretended_device_forgives_no_more_than_a_real_one() -> None:
+    mine, cpus = torch.zeros(4, device=DEVICE), torch.ones(4)
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        mine + cpus
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        torch.add(cpus, cpus, out=mine)
+    with pytest.raises(TypeError, match="to numpy"):
+        mine.numpy()
+    mine.copy_(cpus)
+    mine[1:3].mul_(2)
+    assert mine.cpu().numpy().tolist() == [1, 2, 2, 1]
+    with pytest.raises(AssertionError, match="fill"):
+        launched(Launch(SimpleNamespace(fn=SimpleNamespace(__name__="fill")), (1,), (mine, cpus), {}))
+
+
+@pytest.mark.parametrize(
+    "looks", [lambda mine: mine.cpu(), lambda mine: mine.copy_(torch.ones(4)), lambda mine: int(mine[0])]
+)
+def test_a_pretended_graph_refuses_what_waits_for_the_host(looks: Callable[[torch.Tensor], object]) -> None:
+    mine = torch.zeros(4, device=DEVICE)
+    with pytest.raises(AssertionError, match=r"waits for the host|looks at data"):
+        RecordedGraph().capture(lambda: (mine.add_(1), looks(mine)))
+    graph = RecordedGraph()
+    graph.capture(lambda: mine.add_(1))
+    graph.replay()
+    graph.replay()
+    assert mine.tolist() == [3] * 4

@@ -1,4 +1,5 @@
-"""A GPU for machines that have none: host memory, interpreted kernels, and a graph that is a record of calls."""
+"""A GPU for machines that have none: host memory that is not the CPU's, interpreted kernels, and a graph that is a
+record of calls."""
 
 from __future__ import annotations
 
@@ -6,11 +7,17 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from decode_worker.device import Host
+from decode_worker.engine import engine as engine_module
 from decode_worker.gpu.launch import Launch
+from tests.support.device_tensor import DEVICE, DeviceTensor, on_host
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -49,6 +56,9 @@ class RecordedGraph(TorchDispatchMode):
         result = function(*arguments, **options)
         if not self._within:
             assert torch.Tag.data_dependent_output not in function.tags, f"{function} looks at data"
+            for value in tree_flatten((arguments, options, result))[0]:
+                on_the_cpu = isinstance(value, torch.Tensor) and not isinstance(value, DeviceTensor)
+                assert not on_the_cpu, f"{function} waits for the host"
             self._calls.append(lambda: _again(function, arguments, options, result))
         return result
 
@@ -63,11 +73,12 @@ class RecordedGraph(TorchDispatchMode):
 def _again(function: Any, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
     made = function(*arguments, **options)
     for before, now in zip(*(x if isinstance(x, tuple | list) else (x,) for x in (result, made)), strict=True):
-        if before.data_ptr() != now.data_ptr():
+        if before is not now and before.data_ptr() != now.data_ptr():
             before.copy_(now)
 
 
 class PretendGpu(Host):
+    torch_device = DEVICE
     windows = ("gdr", "bounce")
     wakes = False
     graphs = True
@@ -75,9 +86,28 @@ class PretendGpu(Host):
     def __init__(self) -> None:
         self.made: list[RecordedGraph] = []
 
+    def share(self, memory: NDArray[np.uint8], *, read_only: bool = False) -> torch.Tensor:
+        return DeviceTensor(super().share(memory, read_only=read_only))
+
     def at(self, address: int, size_bytes: int) -> torch.Tensor:
-        return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
+        return DeviceTensor(torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8))
 
     def graph(self) -> RecordedGraph:
         self.made.append(RecordedGraph())
         return self.made[-1]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
+    """What kernels=triton runs on."""
+    gpu, device_of = PretendGpu(), engine_module.device_of
+    monkeypatch.setattr(engine_module, "device_of", lambda kernels: gpu if kernels == "triton" else device_of(kernels))
+    monkeypatch.setattr(Launch, "__call__", launched)
+    return gpu
+
+
+def launched(launch: Launch) -> None:
+    """As the interpreter takes it. What a kernel is given lies on its device."""
+    for argument in launch.arguments:
+        assert isinstance(argument, DeviceTensor) or not isinstance(argument, torch.Tensor), launch.name
+    launch.kernel[launch.grid](*map(on_host, launch.arguments), **launch.options)

@@ -83,6 +83,7 @@ class Document:
 
     def __enter__(self) -> Document:
         with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._directory / "store", ignore_errors=True)
             dram_bytes = int(self.kv_bytes * DRAM_SHARE) + DRAM_SPARE
             self.daemon = stack.enter_context(
                 PrivateDaemon(self._directory / "store", dram_bytes, options=self._daemon_options)

@@ -17,7 +17,17 @@ from unittest.mock import patch
 import torch
 
 from bench.comparison import column
-from bench.decoder import SPARE_TOKENS, STEPS_MAX, WARM_STEPS, Decoder, Document, Sample, available_memory
+from bench.decoder import (
+    DRAM_SHARE,
+    DRAM_SPARE,
+    SPARE_TOKENS,
+    STEPS_MAX,
+    WARM_STEPS,
+    Decoder,
+    Document,
+    Sample,
+    available_memory,
+)
 from bench.floors import FULL, Cell, Load, Model, Rates, crossing
 from bench.full_attention import FullAttention
 from bench.gpu_device import BenchDevice, Step, idle_share, launch_gaps
@@ -109,12 +119,15 @@ class Bench:
             self._model = Transformer.load(self.checkpoint, declared, torch.bfloat16, self.device.torch_device)
         return self._model
 
-    def document(self, context: int, daemon_options: Sequence[str] = (), **settings: Any) -> Document:
+    def document(self, context: int) -> Document:
         """NotRun if this machine has no room for it."""
-        options = (f"--copy-threads={self.settings.copy_threads}", *self.settings.daemon_options, *daemon_options)
+        disk_bytes = int(context * self.sizes.kv_token_bytes * DRAM_SHARE) + DRAM_SPARE
+        options = (
+            f"--copy-threads={self.settings.copy_threads}", f"--nvme-bytes={disk_bytes}", *self.settings.daemon_options
+        )  # fmt: skip
         document = Document(
             self.checkpoint, self.directory / f"at-{context}", context, daemon_options=options, alike=True,
-            **(self.settings.worker | settings),
+            **self.settings.worker,
         )  # fmt: skip
         document.model = self.model
         document.require_room()

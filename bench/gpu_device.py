@@ -19,9 +19,8 @@ from bench.decoder import available_memory
 from bench.floors import Rates
 from decode_worker.figures import machine
 
-HOLD_CYCLES = 60_000_000  # 30 ms at 2 GHz: the host launches a whole step meanwhile
+HOLD_CYCLES = 120_000_000  # 60 ms at 2 GHz: the host launches a whole step meanwhile
 REPEATS = 7
-GRAPH_LAUNCHES = 500
 Step = Callable[[], object]
 
 
@@ -35,13 +34,14 @@ class Span:
 
 
 class BenchDevice(ABC):
-    """`name` stands in every report. `out_of_memory`: what it raises then. `copy_bytes`: of one copy that `rates`
-    times."""
+    """`name` stands in every report. `out_of_memory`: what it raises then. `copy_bytes`, `launches`: of one copy and
+    one graph that `rates` times."""
 
     name: str
     torch_device: torch.device
     out_of_memory: type[BaseException]
     copy_bytes: int
+    launches = 500
 
     @abstractmethod
     def free_bytes(self) -> int: ...
@@ -96,11 +96,11 @@ class BenchDevice(ABC):
         number = torch.zeros(1, device=self.torch_device)
 
         def launches() -> None:
-            for _ in range(GRAPH_LAUNCHES):
+            for _ in range(self.launches):
                 number.add_(1)
 
         launches()
-        launch_us = self.seconds(self.graphed(launches)) / GRAPH_LAUNCHES * 1e6
+        launch_us = self.seconds(self.graphed(launches)) / self.launches * 1e6
         return Rates(memory, bus, launch_us, f"measured in this run on {self.name}")
 
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +21,16 @@ from bench.gpu_cells import VARIANTS, Behind, Bench, Settings, label
 from bench.gpu_decode import PARTS, SHAPES, Plan, Results, measure
 from bench.gpu_device import Processor, Span, busy_us, idle_share, launch_gaps, spans_of
 from bench.rivals import NotRun
-from decode_worker.engine import engine as engine_module
 from decode_worker.figures import Figure
+from decode_worker.model.checkpoint import Weights
 from decode_worker.model.transformer import Transformer
 from decode_worker.synthetic.checkpoint import LLAMA3_8B, QWEN25_14B
 from decode_worker.synthetic.weights import DrawnCheckpoint
+from tests.support.device_tensor import DEVICE
 from tests.support.interpreter import patched_once
-from tests.support.pretend_gpu import PretendGpu
+from tests.support.pretend_gpu import PretendGpu, gpu
 
-__all__ = ["patched_once"]
+__all__ = ["gpu", "patched_once"]
 ROOT = Path(__file__).parents[1]
 SHAPE = SHAPES["tiny"] | {"num_hidden_layers": 2}
 SETTINGS = Settings(
@@ -45,6 +47,7 @@ class Small(Processor):
     """Copies that take no time; and a device that is full from so many bytes on."""
 
     copy_bytes = 1 << 16
+    launches = 5
 
     def __init__(self, free_bytes: int = 1 << 40) -> None:
         super().__init__()
@@ -98,15 +101,34 @@ def test_every_part(tmp_path: Path) -> None:
     assert [figure["name"] for figure in shown["figures"]] == [figure.name for figure in results.figures]
 
 
+class Pretended(Small):
+    torch_device = DEVICE
+
+
+def drawn_on_the_host(self: DrawnCheckpoint, dtype: torch.dtype, device: torch.device) -> Weights:
+    """The pretended GPU has no random numbers."""
+    made = DRAWN(self, dtype, torch.device("cpu"))
+
+    def there(owner: Any) -> Any:
+        moved = {name: x.to(device) for name, x in vars(owner).items() if isinstance(x, torch.Tensor)}
+        return replace(owner, **moved)
+
+    return there(replace(made, layers=tuple(map(there, made.layers))))  # type: ignore[no-any-return]
+
+
+DRAWN = DrawnCheckpoint.weights
+
+
 @pytest.mark.timeout(280)
-def test_on_a_pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched_once: None) -> None:
+def test_on_a_pretended_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: PretendGpu, patched_once: None
+) -> None:
     """Kernels of a GPU, interpreted; graphs; tickets that the device posts."""
-    gpu = PretendGpu()
-    monkeypatch.setattr(engine_module, "device_of", lambda kernels: gpu)
+    monkeypatch.setattr(DrawnCheckpoint, "weights", drawn_on_the_host)
     settings = replace(SETTINGS, kernels="triton", window="bounce", steps=1, repeats=1)
     plan = replace(PLAN, main={256: (1,)}, policies=("qsac",), variants=(), windows=("bounce",))
     results = Results("pretended")
-    measure(settings, plan, Small(), tmp_path, ("main", "breakdown", "transfer"), results)
+    measure(settings, plan, Pretended(), tmp_path, ("main", "breakdown", "transfer"), results)
     assert results.failed == []
     value = {figure.name: figure.value for figure in results.figures}
     assert value["hit_ratio.tiny.qsac.1.256"] == 0.5

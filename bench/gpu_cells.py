@@ -43,9 +43,10 @@ OURS = "qsac"
 TORCH = "torch"  # its own full attention
 ATTEND = "attend"
 # How a step is launched, by the end of a preset's name in figures; no end: one graph, the host waits for nothing.
+LAUNCHED = "-launched"
 VARIANTS: dict[str, dict[str, str]] = {
     "": {},
-    "-launched": {"graph": "off"},
+    LAUNCHED: {"graph": "off"},
     "-layer": {"sync": "layer"},
     "-layer-launched": {"sync": "layer", "graph": "off"},
 }
@@ -58,6 +59,7 @@ GOALS = {
     f"{OURS}-layer": (1.3, 128 << 10),
     f"{OURS}-layer-launched": (1.3, 128 << 10),
 }
+GAPS_MAX = 0.02
 
 
 @dataclass(frozen=True)
@@ -236,8 +238,8 @@ class Behind:
             step_us = 1000 * decoder.run(steps)["step"]
         if spans:
             yield Figure(self._named("idle_share", policy, batch), idle_share(spans), "of a step, traced")
-            gaps = launch_gaps(spans, steps)
-            yield Figure(self._named("launch_gaps", policy, batch), gaps, "of a step, traced")
+            gaps, name = launch_gaps(spans, steps), self._named("launch_gaps", policy, batch)
+            yield Figure(name, gaps, "of a step, traced", "at most", GAPS_MAX, gaps / GAPS_MAX)
             return
         with self._decoder(policy, batch, graph="off") as decoder:
             busy_us = sum(phases_us(decoder, device, steps).values())

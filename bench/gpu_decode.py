@@ -34,7 +34,7 @@ import torch
 
 from bench.floor_tables import tables
 from bench.full_attention import prefill as plain_prefill
-from bench.gpu_cells import OURS, TORCH, VARIANTS, Behind, Bench, Settings, label
+from bench.gpu_cells import LAUNCHED, OURS, TORCH, VARIANTS, Behind, Bench, Settings, label
 from bench.gpu_device import BenchDevice, Cuda, Processor
 from bench.gpu_transfer import transfers
 from bench.rivals import NotRun
@@ -46,7 +46,7 @@ from decode_worker.window.kinds import WINDOWS
 
 K = 1 << 10
 MIB = 1 << 20
-QUICK_S = 215  # what has begun by then takes a little longer
+QUICK_S = 200  # what has begun by then takes a little longer
 WARM_TOKENS, PREFILLS = 1 << 10, 2
 PARTS = ("main", "breakdown", "idle", "break_even", "transfer", "prefill", "figure9", "figure13")
 TINY: Shape = B8 | {
@@ -60,12 +60,13 @@ Cells = tuple[tuple[int, int], ...]  # (batch, context)
 
 @dataclass(frozen=True)
 class Plan:
-    """What the parts run. main: context -> batches, of which the first one also with every way to launch; what a step
-    is made of, and the break-even, behind the first context."""
+    """What the parts run. main: context -> batches. Behind the first context, and with the first of its batches, also
+    `variants` of ours and the policies that are `launched` one by one, what a step is made of, and the break-even."""
 
     main: dict[int, tuple[int, ...]]
     policies: tuple[str, ...] = POLICIES
     variants: tuple[str, ...] = tuple(variant for variant in VARIANTS if variant)
+    launched: tuple[str, ...] = POLICIES[1:]
     examined: tuple[str, ...] = (OURS, "infinigen", "lru", "full")
     missing: tuple[float, ...] = (0.05, 0.1, 0.21, 0.5, 1.0)
     windows: tuple[str, ...] = tuple(name for name in WINDOWS.names if name != "shm")
@@ -96,9 +97,9 @@ PLANS = {
     ),
 }  # fmt: skip
 QUICK = {
-    "policies": (OURS, "lru", "infinigen", "full"), "variants": ("-layer", "-launched"), "examined": (OURS, "full"),
-    "missing": (0.1, 0.5, 1.0), "volumes": (MIB, 16 * MIB), "threads": (1, 4), "prefill": (8 * K,), "figure9": (),
-    "figure13": (),
+    "policies": (OURS, "lru", "infinigen", "full"), "variants": ("-layer", LAUNCHED), "launched": (),
+    "examined": (OURS, "full"), "missing": (0.1, 0.5, 1.0), "volumes": (MIB, 16 * MIB), "threads": (1, 4),
+    "prefill": (8 * K,), "figure9": (), "figure13": (),
 }  # fmt: skip
 
 
@@ -284,7 +285,8 @@ def _first_tasks(shape: str, plan: Plan, context: int, parts: set[str]) -> list[
     at, tasks = label(context), list[Task]()
     first, *others = plan.main[context]
     if "main" in parts:
-        tasks += _cells(shape, plan, context, first, plan.variants)
+        variants = [(OURS, variant) for variant in plan.variants] + [(each, LAUNCHED) for each in plan.launched]
+        tasks += _cells(shape, plan, context, first, variants)
     if "breakdown" in parts:
         tasks += [
             (f"breakdown_us.{shape}.{policy}.{at}", lambda behind, policy=policy: behind.breakdown(policy))
@@ -304,12 +306,12 @@ def _first_tasks(shape: str, plan: Plan, context: int, parts: set[str]) -> list[
     return tasks
 
 
-def _cells(shape: str, plan: Plan, context: int, batch: int, variants: Iterable[str] = ()) -> list[Task]:
+def _cells(shape: str, plan: Plan, context: int, batch: int, variants: Iterable[tuple[str, str]] = ()) -> list[Task]:
     at = label(context)
     return [
         *(_cell(shape, at, policy, batch) for policy in plan.policies),
         (f"tokens_per_s.{shape}.{TORCH}.{batch}.{at}", lambda behind: behind.theirs(batch)),
-        *(_cell(shape, at, OURS, batch, variant) for variant in variants),
+        *(_cell(shape, at, policy, batch, variant) for policy, variant in variants),
         (f"tokens_per_s.{shape}.{OURS}.{batch}.{at}", lambda behind: behind.rivals(batch)),
     ]
 

@@ -19,7 +19,7 @@ from bench.floors import Cell, Load, Model, Rates, crossing, most_delta
 from bench.full_attention import FullAttention, prefill
 from bench.gpu_cells import VARIANTS, Behind, Bench, Settings, label
 from bench.gpu_decode import PARTS, SHAPES, Plan, Results, measure
-from bench.gpu_device import Processor, Span, busy_us, idle_share, launch_gaps, spans_of
+from bench.gpu_device import Processor, Span, Step, busy_us, idle_share, launch_gaps, spans_of
 from bench.rivals import NotRun
 from decode_worker.figures import Figure
 from decode_worker.model.checkpoint import Weights
@@ -37,8 +37,9 @@ SETTINGS = Settings(
     "tiny", SHAPE, kernels="cpu", hits=0.5, steps=2, repeats=2, few_steps=1, warm_steps=3, copy_threads=1
 )  # fmt: skip
 PLAN = Plan(
-    {512: (1, 2)}, variants=("-layer-launched",), examined=("qsac",), missing=(0.0, 1.0), windows=("shm", "gdr"),
-    volumes=(64 << 10,), threads=(1,), prefill=(512,), figure9=((2, 512), (1, 768)), figure13=(),
+    {512: (1,)}, variants=("-layer-launched",), launched=("lru",), examined=("qsac",), missing=(0.0, 1.0),
+    windows=("shm", "gdr"), volumes=(64 << 10,), threads=(1,), prefill=(512,), figure9=((1, 512), (2, 512)),
+    figure13=((1, 256),),
 )  # fmt: skip
 POLICIES = ("qsac", "lru", "infinigen", "full", "litecache")
 
@@ -73,14 +74,15 @@ def test_every_part(tmp_path: Path) -> None:
     measure(SETTINGS, PLAN, Small(), tmp_path, PARTS, results)
     assert results.failed == []
     value = {figure.name: figure.value for figure in results.figures}
-    cells = [("512", 1), ("512", 2), ("768", 1)]
+    cells = [("512", 1), ("512", 2), ("256", 1)]
     names = {f"tokens_per_s.tiny.{policy}.{b}.{at}" for policy in (*POLICIES, "torch") for at, b in cells}
     assert {name for name in value if name.startswith("tokens_per_s")} == names | {
-        "tokens_per_s.tiny.qsac-layer-launched.1.512"
+        "tokens_per_s.tiny.qsac-layer-launched.1.512",
+        "tokens_per_s.tiny.lru-launched.1.512",
     }
     assert all(value[name] for name in names)
     beside = {figure.rival for figure in results.figures if figure.name == "tokens_per_s.tiny.qsac.1.512"}
-    assert beside == {"floor", "lru", "infinigen", "full", "litecache", "torch", "qsac-layer-launched"}
+    assert beside == {"floor", "lru", "infinigen", "full", "litecache", "torch", "qsac-layer-launched", "lru-launched"}
     assert {f"breakdown_us.tiny.qsac.512.{phase}" for phase in ("products", "look_up", "arrive", "attend")} <= set(
         value
     )
@@ -126,22 +128,35 @@ def test_on_a_pretended_gpu(
     """Kernels of a GPU, interpreted; graphs; tickets that the device posts."""
     monkeypatch.setattr(DrawnCheckpoint, "weights", drawn_on_the_host)
     settings = replace(SETTINGS, kernels="triton", window="bounce", steps=1, repeats=1)
-    plan = replace(PLAN, main={256: (1,)}, policies=("qsac",), variants=(), windows=("bounce",))
+    plan = replace(PLAN, main={256: (1,)}, policies=("qsac",), variants=(), launched=(), windows=("bounce",))
     results = Results("pretended")
-    measure(settings, plan, Pretended(), tmp_path, ("main", "breakdown", "transfer"), results)
+    measure(settings, plan, Pretended(), tmp_path, ("main", "transfer"), results)
     assert results.failed == []
     value = {figure.name: figure.value for figure in results.figures}
     assert value["hit_ratio.tiny.qsac.1.256"] == 0.5
     assert value["moved.tiny.qsac.1.256"]
-    assert value["breakdown_us.tiny.qsac.256.arrive"]
     assert value["transfer_gbps.bounce.65536.1"]
-    assert [graph.replays > 0 for graph in gpu.made] == [True], "of the cell; breakdown and transfer launch one by one"
+    assert [graph.replays > 0 for graph in gpu.made] == [True], "of the cell; transfers launch one by one"
+
+
+def test_a_trace_gives_idle_time_and_gaps(tmp_path: Path) -> None:
+    class Traced(Small):
+        def trace(self, run: Step) -> list[Span]:
+            run()
+            return [Span("a", 0, 9), Span("b", 10, 20)]
+
+    results = Results("none")
+    plan = replace(PLAN, main={256: (1,)}, examined=("full",))
+    measure(SETTINGS, plan, Traced(), tmp_path, ("idle",), results)
+    value = {figure.name: figure.value for figure in results.figures}
+    assert value["idle_share.tiny.full.1.256"] == pytest.approx(1 / 20)
+    assert value["launch_gaps.tiny.full.1.256"] == pytest.approx(1 / 20)
 
 
 def test_what_does_not_fit_says_how_much_it_is(tmp_path: Path) -> None:
     results = Results("none")
     sizes = Model.of(SHAPE)
-    plan = replace(PLAN, policies=("qsac", "full"), variants=())
+    plan = replace(PLAN, main={512: (1, 2)}, policies=("qsac", "full"), variants=(), launched=())
     measure(SETTINGS, plan, Small(sizes.held_bytes + (1 << 18)), tmp_path, ("main",), results)
     assert results.failed == []
     why = {figure.name: figure.unit for figure in results.figures if figure.value is None}
@@ -163,7 +178,7 @@ def test_a_cell_that_fails_ends_none_but_itself(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Behind, "ours", failing)
     results = Results("none")
-    plan = replace(PLAN, main={512: (1,)}, policies=("lru", "qsac"), variants=())
+    plan = replace(PLAN, main={512: (1,)}, policies=("lru", "qsac"), variants=(), launched=())
     measure(SETTINGS, plan, Small(), tmp_path, ("main",), results)
     assert results.failed == ["tokens_per_s.tiny.lru.1.512"]
     values = {figure.name: figure for figure in results.figures}

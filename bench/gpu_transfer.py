@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from bench.decoder import Document
 from bench.gpu_cells import Bench, phases_us
 from bench.rivals import NotRun
+from decode_worker import _native
 from decode_worker.figures import Figure
 from decode_worker.synthetic.checkpoint import B8, Shape
 from decode_worker.synthetic.weights import DrawnCheckpoint
@@ -40,6 +41,8 @@ def _through(bench: Bench, document: Document, window: str, volumes: Sequence[in
         if not refused:
             try:
                 rate = _rate(bench, document, window, volume)
+            except _native.RingError:
+                raise
             except (NotRun, StoreError, ValueError, RuntimeError) as error:
                 refused = f"{type(error).__name__}: {error}"
         if refused:

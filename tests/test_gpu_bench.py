@@ -69,6 +69,7 @@ def threads() -> Iterator[None]:
 # --- the whole of it ---
 
 
+@pytest.mark.timeout(280)
 def test_every_part(tmp_path: Path) -> None:
     results = Results("none", tmp_path / "out.json")
     measure(SETTINGS, PLAN, Small(), tmp_path, PARTS, results)

@@ -13,19 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import (
-    comparison,
-    decode,
-    gather,
-    gpu_facts,
-    isolation,
-    nvme,
-    products,
-    restore,
-    ring,
-    scale,
-    sessions,
-)
+from bench import comparison, decode, gather, gpu_facts, isolation, nvme, products, restore, ring, scale, sessions
 from bench.decoder import HITS
 from bench.rivals import RIVALS, NotRun, Problem, llama_cpp
 from decode_worker.figures import Figure, print_json

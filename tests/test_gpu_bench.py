@@ -116,7 +116,7 @@ def drawn_on_the_host(self: DrawnCheckpoint, dtype: torch.dtype, device: torch.d
         moved = {name: x.to(device) for name, x in vars(owner).items() if isinstance(x, torch.Tensor)}
         return replace(owner, **moved)
 
-    return there(replace(made, layers=tuple(map(there, made.layers))))  # type: ignore[no-any-return]
+    return there(replace(made, layers=tuple(map(there, made.layers))))
 
 
 DRAWN = DrawnCheckpoint.weights

@@ -73,7 +73,7 @@ class Comparison:
         self.runs[STREAM] = stream_run(self.stream_bytes)
 
     def _add_decoder(self, name: str, policy: str, hits: str) -> None:
-        self.decoders[name] = decoder = self.document.decoder(policy, hits)
+        self.decoders[name] = decoder = self.document.decoder(policy, HITS[hits])
         self.runs[name] = decoder.run
 
     def _rival(self, rival: str) -> Run:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -33,11 +32,6 @@ from bench.rivals import NotRun
 from bench.store import scratch
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.synthetic.checkpoint import B8, Q05, Shape, random_checkpoint
-
-MEMORY_SPARE = 1 << 30
-MEMORY_SHARE = 1.6  # of the KV: the DRAM tier, a window, an index
-DISK_SHARE = 1.1
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,7 @@ def growth(settings: Settings, directory: Path) -> list[Figure]:
                 document = stack.enter_context(
                     _document(settings, checkpoint, directory, context, settings.growth_places, "offloaded")
                 )
-                runs.update((f"{_label(context)}.{hits}", document.decoder(OURS, hits).run) for hits in HITS)
+                runs.update((f"{_label(context)}.{hits}", document.decoder(OURS, HITS[hits]).run) for hits in HITS)
             samples = in_turn(runs, settings.steps, settings.repeats)
     except NotRun as error:
         return [Figure.not_run(name, str(error))]
@@ -155,7 +149,7 @@ def batch(settings: Settings, directory: Path) -> list[Figure]:
     checkpoint = random_checkpoint(directory / "model", settings.shape, SEED)
     at = _label(settings.batch_context)
     with _document(settings, checkpoint, directory, settings.batch_context) as document:
-        decoders = {count: document.decoder(OURS, USUAL, count) for count in settings.batches}
+        decoders = {count: document.decoder(OURS, HITS[USUAL], count) for count in settings.batches}
         samples = in_turn({str(count): d.run for count, d in decoders.items()}, settings.steps, settings.repeats)
     rates = {count: [1000 * count / ms for ms in column(samples[str(count)], "step")] for count in settings.batches}
     alone = f"batch {settings.batches[0]}"
@@ -174,7 +168,7 @@ def prefill(settings: Settings, directory: Path) -> list[Figure]:
     rival = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     tokens, at = settings.prefill_tokens, f"q05.{_label(settings.prefill_tokens)}"
     with _document(settings, checkpoint, directory, tokens) as document, torch.inference_mode():
-        engine = document.engine(OURS, USUAL)
+        engine = document.engine(OURS, HITS[USUAL])
 
         def run(count: int) -> tuple[float, float]:
             """Tokens per second of a prompt, ours and theirs."""
@@ -204,9 +198,9 @@ def million(settings: Settings, directory: Path) -> list[Figure]:
     try:
         with _document(settings, checkpoint, directory, settings.million) as document:
             for hits in HITS:
-                decoder = document.decoder(OURS, hits)
+                decoder = document.decoder(OURS, HITS[hits])
                 samples = [decoder.run(settings.steps) for _ in range(settings.repeats)]
-                decoder.engine.close()
+                decoder.close()
                 figures += [Figure.of_runs(each, column(samples, "step"), "ms") for each in _names(name, hits)]
                 figures += details(samples, f"{_label(settings.million)}.{hits}")
     except NotRun as error:
@@ -235,18 +229,8 @@ def _document(
         checkpoint, directory / str(context), context,
         budget=budget or settings.budget, threads=settings.threads, layer0=layer0,
     )  # fmt: skip
-    needed, free = int(document.kv_bytes * MEMORY_SHARE) + MEMORY_SPARE, _available_memory()
-    if needed > free:
-        raise NotRun(f"{context} tokens need {needed // MIB} MiB of memory, {free // MIB} are available")
-    needed, free = int(document.kv_bytes * DISK_SHARE), shutil.disk_usage(directory).free
-    if needed > free:
-        raise NotRun(f"{context} tokens need {needed // MIB} MiB in {directory}, {free // MIB} are free")
+    document.require_room()
     return document
-
-
-def _available_memory() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _names(name: str, hits: str) -> list[str]:

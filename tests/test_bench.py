@@ -189,7 +189,7 @@ def test_decode_refuses_what_it_cannot_measure() -> None:
 
 
 def test_decode_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("bench.decoder.available_memory", lambda: 1 << 20)
     (figure,) = decode.million(few(), tmp_path)
     assert (figure.name, figure.value) == ("step_ms.3k", None)
     assert figure.unit.startswith("not run: 3072 tokens need")

@@ -61,10 +61,13 @@ class Engine:
     `wait_ms`; this engine is then finished: close it and make another).
     """
 
-    def __init__(self, config: WorkerConfig, model: Transformer | None = None) -> None:
-        """`model`: shares loaded weights between engines of the same checkpoint, context and compute dtype."""
+    def __init__(
+        self, config: WorkerConfig, model: Transformer | None = None, checkpoint: Checkpoint | None = None
+    ) -> None:
+        """`model`: shares loaded weights between engines of the same checkpoint, context and compute dtype.
+        `checkpoint`: in the place of the one that lies in `config.model`, which still has the tokenizer."""
         self.config = config
-        checkpoint = Checkpoint.open(config.model)
+        checkpoint = checkpoint or Checkpoint.open(config.model)
         shape, compute = checkpoint.config, STORAGE_DTYPES[config.compute][1]
         self.device = device_of(config.kernels)
         self.tokenizer = Tokenizer.load(config.model, shape.vocab)

@@ -36,6 +36,30 @@ Q05: Shape = {
     "max_position_embeddings": POSITIONS_MAX,
     "rope_theta": 1_000_000,
 }
+LLAMA3_8B: Shape = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": POSITIONS_MAX,
+    "rope_theta": 500_000,
+}
+QWEN25_14B: Shape = {
+    "model_type": "qwen2",
+    "vocab_size": 152_064,
+    "hidden_size": 5120,
+    "intermediate_size": 13_824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": POSITIONS_MAX,
+    "rope_theta": 1_000_000,
+}
 WEIGHT_SCALE = 1.3  # attention that is neither flat nor one-hot
 BIAS_SCALE = 0.1
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -44,10 +68,16 @@ FIXED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": Fals
 
 def random_checkpoint(directory: Path, shape: Shape, seed: int) -> Path:
     """Writes config.json, model.safetensors (bfloat16) and tokenizer.json (word `w17` is token 17)."""
-    directory.mkdir(parents=True, exist_ok=True)
+    describe(directory, shape)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _tensor(name, size, generator) for name, size in _sizes(shape)}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def describe(directory: Path, shape: Shape) -> None:
+    """config.json and tokenizer.json alone."""
+    directory.mkdir(parents=True, exist_ok=True)
     config = {"architectures": [ARCHITECTURES[str(shape["model_type"])]], **FIXED, **shape}
     (directory / "config.json").write_text(json.dumps(config))
     words = {f"w{token}": token for token in range(int(shape["vocab_size"]))}
@@ -58,7 +88,6 @@ def random_checkpoint(directory: Path, shape: Shape, seed: int) -> Path:
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return directory
 
 
 def _tensor(name: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -95,7 +95,7 @@ def test_the_pretended_device_forgives_no_more_than_a_real_one() -> None:
     mine.copy_(cpus)
     mine[1:3].mul_(2)
     assert mine.cpu().numpy().tolist() == [1, 2, 2, 1]
-    with pytest.raises(AssertionError, match="fill"):
+    with pytest.raises(AssertionError, match="fill is given tensors of the device and of the CPU"):
         launched(Launch(SimpleNamespace(fn=SimpleNamespace(__name__="fill")), (1,), (mine, cpus), {}))
 
 

@@ -18,7 +18,7 @@ say() { printf 'gpu_check: %s\n' "$*" >&2; }
 fail() { say "$*"; exit 1; }
 
 bring() {
-  local to=$1 platforms=() deb scratch glibc
+  local to=$1 platforms=() deb glibc
   for glibc in 17 27 28 31 34 35; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
@@ -44,11 +44,13 @@ bring() {
   say "$(du -sh "$to" | cut -f1) in $to: bring it along"
 }
 
-# An environment over the machine's own packages, with the brought ones before them, and the native build in it.
-build() {
-  local venv=build/gpu-check/venv pip want
-  pip=(python3 -m pip --disable-pip-version-check -q --python "$venv/bin/python" install --no-index --no-deps)
-  [ -d "$brought/wheels" ] || fail "nothing was brought: run scripts/gpu_check.sh --bring where there is a network, and bring $brought along; or run make setup"
+venv=build/gpu-check/venv
+pip=(python3 -m pip --disable-pip-version-check -q --python "$venv/bin/python" install --no-index --no-deps)
+
+# Over the machine's own packages, with the brought ones before them.
+environment() {
+  [ -d "$brought/wheels" ] ||
+    fail "nothing lies in $brought: run scripts/gpu_check.sh --bring where there is a network, or make setup"
   if [ ! -x "$venv/bin/python" ]; then
     say "environment"
     python3 -m venv --without-pip "$venv"
@@ -62,14 +64,17 @@ PYTHON
   fi
   export PATH="$PWD/$venv/bin:$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))'):$PATH"
   export CMAKE_PREFIX_PATH="$PWD/$brought/liburing"
-  want=$(find csrc proto CMakeLists.txt pyproject.toml decode_worker kvstore_service -type f \
-    \( -name '*.py' ! -path '*/_proto/*' -printf '%p\n' -o -regex '.*\.\(cc\|h\|inc\|proto\|txt\|toml\)' -exec sha256sum {} \; \) | sort | sha256sum)
+}
+
+build() {
+  local want
+  want=$({ find csrc proto CMakeLists.txt pyproject.toml -type f -print0 | sort -z | xargs -0 sha256sum
+    find decode_worker kvstore_service -name '*.py' ! -path '*/_proto/*' | sort; } | sha256sum)
   if [ "$(cat "$venv/.native" 2>/dev/null)" != "$want" ]; then
     say "native build"
     "${pip[@]}" --no-build-isolation -e .
     echo "$want" > "$venv/.native"
   fi
-  python=$venv/bin/python
 }
 
 if [ "${1:-}" = --bring ]; then
@@ -77,9 +82,15 @@ if [ "${1:-}" = --bring ]; then
   exit
 fi
 if [ -e .venv/.packages ]; then
-  scripts/setup.sh
   python=.venv/bin/python
+  build() { scripts/setup.sh; }
 else
-  build
+  python=build/gpu-check/venv/bin/python
+  environment
 fi
+# Beside the ordinary build the one whose daemon fails and dawdles on order.
+"$python" -c 'from tests.support import shim_build; shim_build.path()' &
+build
+wait $! || fail "the test build of the data plane failed"
+say "built after $SECONDS s"
 exec "$python" -m tests.gpu_check --seconds $((seconds - SECONDS)) "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Part:
             paths = [root / name] if (root / name).is_file() else sorted((root / name).rglob("*"))
             for path in paths:
                 if path.suffix in SOURCES and "_proto" not in path.parts:
-                    summed.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+                    summed.update(f"{os.path.relpath(path, root)}\0".encode() + path.read_bytes())
         return summed.hexdigest()[:16]
 
 

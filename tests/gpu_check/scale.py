@@ -48,6 +48,6 @@ DEVICE = Scale(
     delay_us=200, wait_ms=2000,
 )  # fmt: skip
 REHEARSED = Scale(
-    dtypes=("bfloat16",), heads=((2, 32),), presets=("qsac", "full"), shape=LEAST, prompts=(280, 40), steps=3,
+    dtypes=("bfloat16",), heads=((2, 32),), presets=("qsac",), shape=LEAST, prompts=(258, 40), steps=3,
     replays=6, cycle=4, delay_us=2000, wait_ms=1000,
 )  # fmt: skip

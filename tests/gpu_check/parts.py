@@ -101,7 +101,7 @@ PARTS: dict[str, Part] = {
     "kernels": Part(_kernels, 150, KERNELS),
     "steps": Part(_steps, 180, (*ENGINE, f"{HERE}/steps.py")),
     "death": Part(_death, 90, (*ENGINE, f"{HERE}/death.py")),
-    "flash": Part(_flash, 120, ("decode_worker/gpu", "decode_worker/model", f"{HERE}/flash.py")),
+    "flash": Part(_flash, 180, ("decode_worker/gpu", "decode_worker/model", f"{HERE}/flash.py")),
     "sanitizer": Part(_sanitizer, 180, (*KERNELS, f"{HERE}/sanitizer.py")),
     "replays": Part(_replays, 240, (*ENGINE, f"{HERE}/replays.py")),
     "bench": Part(_bench, 300, (*ENGINE, "bench")),

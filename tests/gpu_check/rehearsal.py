@@ -35,4 +35,4 @@ def rehearsed(directory: Path) -> Iterator[Scene]:
         patch.object(engine_module, "device_of", lambda name: PretendGpu() if name == "triton" else device_of(name)),
     ):
         libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
-        yield Scene(REHEARSED, directory, PretendGpu, graphs, ("--rehearse",), libraries)
+        yield Scene(REHEARSED, directory, PretendGpu, graphs, arguments=("--rehearse",), daemon_options=libraries)

@@ -101,7 +101,7 @@ class Runner:
         """In a session of its own, so that all that it has started ends with it."""
         with tempfile.TemporaryDirectory(prefix="headgate-gpu-") as directory:
             report = Path(directory) / "checks.jsonl"
-            command = [*CHILD, name, "--report", str(report), *self.arguments]
+            command = [*CHILD, name, "--report", str(report), "--seconds", f"{limit_s:.0f}", *self.arguments]
             environment = {**os.environ, **(self.environment or {})}
             process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
             why = ""

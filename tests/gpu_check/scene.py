@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,13 @@ SEED = 7
 @dataclass
 class Scene:
     """`make`: a device as an engine takes it. `graphs`: what was captured since the list was last emptied. `arguments`:
-    with which a child process (child.py) makes the same scene."""
+    with which a child process (child.py) makes the same scene. `deadline`: monotonic, when the part is ended."""
 
     scale: Scale
     directory: Path
     make: Callable[[], Device]
     graphs: list[Any]
+    deadline: float = float("inf")
     arguments: tuple[str, ...] = ()
     daemon_options: tuple[str, ...] = ()
 
@@ -71,6 +73,9 @@ class Scene:
             raise
         with contextlib.closing(engine):
             yield engine
+
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
 
     def _may_lack(self, window: str) -> bool:
         return window == "gdr" and not self.daemon_options and not Path("/dev/gdrdrv").exists()

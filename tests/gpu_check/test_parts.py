@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -185,19 +186,49 @@ def test_a_program_that_is_not_installed_is_absent(
         assert {check.outcome for check in checks(part, scene, tmp_path).values()} == {Outcome.ABSENT}
 
 
-@pytest.mark.parametrize(("says", "outcome"), [("print('{}')", "ok"), ("print(1 / 0)", "failed")])
-def test_modules_of_others(
+@pytest.mark.parametrize(("says", "outcome"), [("'as torch'", "ok"), ("1 / 0", "failed")])
+def test_what_flashinfer_s_check_says(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, outcome: str
 ) -> None:
     for name in ("told_module", "flashinfer"):
-        (tmp_path / f"{name}.py").write_text(says + "\n")
+        (tmp_path / f"{name}.py").write_text(f"print({says})\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    for part in (flash, bench):
-        monkeypatch.setattr(part, "MODULE", "told_module")
-        (tmp_path / "checks").unlink(missing_ok=True)
-        (check,) = checks(part, scene, tmp_path).values()
-        assert check.outcome == outcome, check.detail
+    monkeypatch.setattr(flash, "MODULE", "told_module")
+    scene = replace(scene, deadline=time.monotonic() + CHILD_S)
+    (check,) = checks(flash, scene, tmp_path).values()
+    assert check.outcome == outcome, check.detail
+    assert outcome == "failed" or check.figures["output"] == ["as torch"]
+
+
+BENCH = """
+import json, pathlib, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.write_text(json.dumps({"failed": FAILED, "figures": [{"name": "tokens", "value": 3.0}]}))
+assert sys.argv[-4:] == ["--shape", "tiny", "--kernels", "cpu"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "outcome"),
+    [
+        (BENCH.replace("FAILED", "[]"), "ok"),
+        (BENCH.replace("FAILED", "['main']") + "sys.exit(1)", "failed"),
+        (BENCH.replace("FAILED", "[]") + "time.sleep(300)", "failed"),
+    ],
+    ids=["done", "failed", "late"],
+)
+def test_figures_of_a_benchmark_are_kept_however_it_ends(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, outcome: str
+) -> None:
+    (tmp_path / "told_module.py").write_text(does)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(bench, "MODULE", "told_module")
+    monkeypatch.setattr(bench, "MARGIN_S", CHILD_S - 5)
+    (check,) = checks(bench, replace(scene, deadline=time.monotonic() + CHILD_S), tmp_path).values()
+    assert check.outcome == outcome, check.detail
+    assert check.figures["figures"] == [{"name": "tokens", "value": 3.0}]
 
 
 # --- what only a device does ---

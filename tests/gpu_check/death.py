@@ -15,7 +15,6 @@ PROMPT = 97
 WARM = 3  # made launch by launch, captured, replayed
 DELAY_US = 200_000  # of each run, so that the daemon dies within a replay
 KILL_S = 0.05
-MARGIN_S = 3.0
 
 
 def run(report: Report, scene: Scene) -> None:
@@ -39,7 +38,7 @@ def _killed(scene: Scene, window: str) -> float:
             started = time.monotonic()
             _raises(_native.RingTimeout, lambda: engine.step([session], [WARM]))
             seconds = time.monotonic() - started
-            assert KILL_S < seconds < scale.wait_ms / 1000 + MARGIN_S, f"the error came after {seconds:.2f} s"
+            assert KILL_S < seconds < scale.wait_ms / 1000 + scale.margin_s, f"the error came after {seconds:.2f} s"
             _raises(_native.RingPoisoned, lambda: engine.step([session], [WARM]))
     with scene.daemon() as daemon, scene.engine(daemon, window=window) as engine:
         session, _ = engine.prefill(scene.random_ids(scale.prompts[0], PROMPT), growth=2 * WARM)

@@ -31,6 +31,7 @@ class Scale:
     cycle: int  # steps behind one prompt, before it is begun anew
     delay_us: int  # of the daemon, at most
     wait_ms: int  # for a daemon that is dead
+    margin_s: float  # until its error is there
 
 
 SMALL: Shape = {
@@ -45,9 +46,9 @@ LEAST: Shape = {
 DEVICE = Scale(
     dtypes=DTYPES, heads=((1, 128), (2, 64), (4, 96), (5, 80), (4, 128), (8, 128), (16, 256)),
     presets=tuple(PRESETS.names), shape=SMALL, prompts=(1023, 300, 530), steps=12, replays=100_000, cycle=1000,
-    delay_us=200, wait_ms=2000,
+    delay_us=200, wait_ms=2000, margin_s=2.0,
 )  # fmt: skip
 REHEARSED = Scale(
     dtypes=("bfloat16",), heads=((2, 32),), presets=("qsac",), shape=LEAST, prompts=(258, 40), steps=3,
-    replays=6, cycle=4, delay_us=2000, wait_ms=1000,
+    replays=6, cycle=4, delay_us=2000, wait_ms=1000, margin_s=30.0,
 )  # fmt: skip

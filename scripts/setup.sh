@@ -10,7 +10,6 @@ fail() { say "$*"; exit 1; }
 system_packages() {
   local missing=() sudo=()
   command -v g++ >/dev/null || missing+=(g++)
-  command -v pkg-config >/dev/null || missing+=(pkg-config)
   command -v spin >/dev/null || missing+=(spin)  # the ring's protocol, in `make test`
   [ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
   python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)

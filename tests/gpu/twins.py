@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from decode_worker import _native
+from decode_worker.device import Device, Host
 from decode_worker.kernels.base import Kernels
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.policy.plan import Ticket
@@ -25,16 +26,18 @@ KEPT = (
 
 
 class Twins:
-    """Both have the same sessions; no record ever moves, a test says how a run ended."""
+    """Both have the same sessions; no record ever moves, a test says how a run ended. device: Triton's."""
 
-    def __init__(self, rng: np.random.Generator, preset: str, **changes) -> None:
+    def __init__(self, rng: np.random.Generator, preset: str, device: Device | None = None, **changes) -> None:
+        self.device = device or Host()
         resident = np.zeros((LAYERS, HEADS), bool)
         values = {"layers": LAYERS, "kv_heads": HEADS, "resident": resident, **changes}
         self.rng, self.settings = rng, settings(preset, **values)
         projection = multiples(rng.standard_normal((LAYERS, HEADS, HEAD_DIM, 256)), 16)
         retriever = HashRetriever(projection, np.zeros((LAYERS, HEADS, HEAD_DIM), np.float32))
         self.triton, self.reference = self.benches = tuple(
-            Bench(kernels, self.settings, retriever, np.random.default_rng(0)) for kernels in ("triton", "reference")
+            Bench(kernels, self.settings, retriever, np.random.default_rng(0), on)
+            for kernels, on in (("triton", self.device), ("reference", Host()))
         )
         self.query = self.noise(3.0)
 
@@ -108,19 +111,20 @@ class Twins:
             self.compare()
 
 
-def twins_over(ring: PretendRing, rng: np.random.Generator, preset: str = "qsac", **changes) -> Twins:
+def twins_over(
+    ring: PretendRing, rng: np.random.Generator, preset: str = "qsac", wait_us: int = WAIT_US, **changes
+) -> Twins:
     """Its Triton set posts to a ring."""
     twins = Twins(rng, preset, **changes)
     bench = twins.triton
-    bench.kernels = KERNELS["triton"](replace(bench.kernels.context, ring=ring.producer, wait_us=WAIT_US))
+    bench.kernels = KERNELS["triton"](replace(bench.kernels.context, ring=ring.producer, wait_us=wait_us))
     bench.policy.tell(bench.kernels)
     return twins
 
 
 def look_up(twins: Twins, layer: int) -> None:
-    twins.triton.kernels.look_up(
-        layer, torch.from_numpy(twins.layer_query(layer)), twins.triton.policy.query_kind(layer)
-    )
+    query = torch.from_numpy(twins.layer_query(layer)).to(twins.device.torch_device)
+    twins.triton.kernels.look_up(layer, query, twins.triton.policy.query_kind(layer))
 
 
 def reference_ticket(twins: Twins, layer: int):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from decode_worker.device import Host
+from decode_worker.device import Device, Host
 from decode_worker.kernels.base import Rows, StepContext
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.policy.attended import attended_places
@@ -73,17 +73,25 @@ class Bench:
     """A policy, one set of kernels, their window and the pretend store behind it."""
 
     def __init__(
-        self, kernels: str, settings: PolicySettings, retriever: Retriever, rng: np.random.Generator, **context
+        self,
+        kernels: str,
+        settings: PolicySettings,
+        retriever: Retriever,
+        rng: np.random.Generator,
+        device: Device | None = None,
+        **context,
     ) -> None:
-        self.policy, self.rng, self.settings = Policy(settings, retriever), rng, settings
+        device = device or Host()
+        self._where = device.torch_device
+        self.policy, self.rng, self.settings = Policy(settings, retriever, self._where), rng, settings
         self.state = self.policy.state
         self.slot_bytes = self.policy.geometry(settings.context).slot_bytes
         self.window = np.full(settings.slots * self.slot_bytes, 255, np.uint8)
-        window = torch.from_numpy(self.window)
+        window = torch.from_numpy(self.window).to(self._where)
         values = {"threads": 2, "stale_fails": False, "wait_us": 1000, **context}
         self.kernels = KERNELS[kernels](
             StepContext(
-                settings, self.state, retriever, Host(), window, window, None, 1, settings.record_bytes, 1.0, **values
+                settings, self.state, retriever, device, window, window, None, 1, settings.record_bytes, 1.0, **values
             )
         )
         self.policy.tell(self.kernels)
@@ -158,10 +166,10 @@ class Bench:
     def write(self, layer: int) -> None:
         """The new token of each head."""
         s, rows = self.settings, self.rows
-        record = torch.zeros(rows.count, s.kv_heads, s.head_dim)
+        record = torch.zeros(rows.count, s.kv_heads, s.head_dim, device=self._where)
         record[..., 0] = layer
-        record[..., 1] = torch.arange(s.kv_heads)
-        record[..., 2] = rows.position[: rows.count, None]
+        record[..., 1] = torch.arange(s.kv_heads, device=self._where)
+        record[..., 2] = rows.position[: rows.count, None].to(self._where)
         self.kernels.append(layer, record, record)
 
     def _lane(self, layer: int, slot: int, head: int) -> np.ndarray:
@@ -180,7 +188,8 @@ class Bench:
     def plan(self, layer: int, query: np.ndarray) -> Ticket | None:
         """query: [B, Hq, d]."""
         kind = self.policy.query_kind(layer)
-        return self.kernels.plan(layer, torch.from_numpy(np.ascontiguousarray(query, np.float32)), kind)
+        on_device = torch.from_numpy(np.ascontiguousarray(query, np.float32)).to(self._where)
+        return self.kernels.plan(layer, on_device, kind)
 
     def faults(self) -> list[int]:
         return self.state.fault[self.rows.slot[: self.rows.count].long()].tolist()
@@ -285,9 +294,10 @@ class Bench:
 
 
 def counted(state, name: str) -> torch.Tensor:
-    """A list without what lies behind its count."""
-    values = getattr(state, name)
+    """A list without what lies behind its count, on the host."""
+    values = getattr(state, name).cpu()
     count = {"held": state.held_count, "held_places": state.held_count, "places": state.count}.get(name)
     if count is None:
         return values
+    count = count.cpu()
     return torch.where(torch.arange(values.shape[-1]) < count[..., None], values, -1)

@@ -1,6 +1,7 @@
 """Triton's interpreter, as tests run kernels in it: sooner, and with an eye on what they touch."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ class OutOfBounds(AssertionError):
     """A kernel has touched memory that it was not given. On a device nobody would have noticed."""
 
 
-@pytest.fixture
-def patched_once() -> Iterator[None]:
+@contextmanager
+def prepared_once() -> Iterator[None]:
     """The interpreter looks through all of Triton's language at every call of a device function, tl.sum included. The
     first call of each function has done what there is to do; the others would take half of a test's time."""
     from triton.runtime import interpreter
@@ -28,6 +29,12 @@ def patched_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "__call__", called)
+        yield
+
+
+@pytest.fixture
+def patched_once() -> Iterator[None]:
+    with prepared_once():
         yield
 
 

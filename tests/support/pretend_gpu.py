@@ -63,7 +63,7 @@ class RecordedGraph(TorchDispatchMode):
 def _again(function: Any, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
     made = function(*arguments, **options)
     for before, now in zip(*(x if isinstance(x, tuple | list) else (x,) for x in (result, made)), strict=True):
-        if before.data_ptr() != now.data_ptr():
+        if before is not None and before.data_ptr() != now.data_ptr():
             before.copy_(now)
 
 

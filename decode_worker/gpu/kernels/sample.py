@@ -24,7 +24,7 @@ from decode_worker.gpu.sync import ends_last
 from decode_worker.model.sampling import FACTORS, GOLDEN, ONE
 
 PART = 4096  # tokens that a program of `look` and `weigh` takes
-BLOCK = 8192  # that one of `draw` looks at together
+BLOCK = 4096  # that one of `draw` looks at together
 _SLOT, _POSITION, _TEMPERATURE = tl.constexpr(SLOT), tl.constexpr(POSITION), tl.constexpr(TEMPERATURE)
 _TOP_P, _TOP_K, _STREAM = tl.constexpr(TOP_P), tl.constexpr(TOP_K), tl.constexpr(STREAM)
 _ONE = tl.constexpr(float(ONE))
@@ -54,9 +54,11 @@ def sample(held: torch.Tensor, logits: torch.Tensor, rows: int, s: Sampled) -> N
     slots, of_vocab = held.shape[1], {"VOCAB": s.vocab, "PART": min(PART, triton.next_power_of_2(s.vocab))}
     launch(
         _look, (rows, s.parts), held, logits, s.highest_of, s.likeliest_of, s.highest, s.token, s.finite, s.ended,
-        SLOTS=slots, PARTS=s.parts, PARTS_BLOCK=triton.next_power_of_2(s.parts), **of_vocab,
+        SLOTS=slots, PARTS=s.parts, PARTS_BLOCK=triton.next_power_of_2(s.parts), **of_vocab, num_warps=8,
     )  # fmt: skip
-    launch(_weigh, (rows, s.parts), held, logits, s.highest, s.finite, s.weights, SLOTS=slots, **of_vocab)
+    launch(
+        _weigh, (rows, s.parts), held, logits, s.highest, s.finite, s.weights, SLOTS=slots, **of_vocab, num_warps=8
+    )  # fmt: skip
     launch(
         _draw, (rows,), held, logits, s.finite, s.weights, s.token,
         SLOTS=slots, VOCAB=s.vocab, BLOCK=min(BLOCK, triton.next_power_of_2(s.vocab)), num_warps=16,

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from decode_worker import _native
 from decode_worker.engine.graphs import Graphs
 from decode_worker.gpu.ends import NOBODY, DeviceEnds, words_of
+from decode_worker.gpu.launch import recorded
 from decode_worker.gpu.sync import LATE
 from decode_worker.kernels.ends import Row
 from decode_worker.kernels.sets import KERNELS
@@ -197,6 +198,19 @@ def test_a_step_asks_torch_for_nothing(rng):
     with TorchCalls() as calls:
         steps.kernels.raise_for_error()
     assert "aten._local_scalar_dense.default" in calls.names, "a look would have been noticed"
+
+
+def test_the_launches_do_not_depend_on_rows(rng):
+    steps = Steps(rng, PretendGpu())
+    traces = []
+    for sampling in (GREEDY, Sampling(1.0, 0.9, 5)):
+        steps.ends.place([replace(a_row(rng, slot), sampling=sampling) for slot in (0, 2)], 2, 1)
+        with recorded() as launches:
+            steps.launch(2)
+        steps.ends.read()
+        traces.append([(launch.name, launch.grid, *map(torch.is_tensor, launch.arguments)) for launch in launches])
+    assert traces[0] == traces[1]
+    assert [name for name, *_ in traces[0]] == ["_take", "_look", "_weigh", "_draw", "_advance"]
 
 
 def test_a_row_that_joins_has_nothing_of_who_was_there_before(rng, steps):

@@ -57,6 +57,10 @@ class Device(ABC):
         """Returns when everything that was launched has ended."""
 
     @abstractmethod
+    def idle(self) -> bool:
+        """Whether it has, without a wait. RuntimeError once a kernel has failed."""
+
+    @abstractmethod
     def close(self) -> None:
         """Waits, and gives back what was shared. Idempotent."""
 
@@ -85,6 +89,9 @@ class Host(Device):
         raise RuntimeError("a CPU has no graphs")
 
     def wait(self) -> None: ...
+
+    def idle(self) -> bool:
+        return True
 
     def close(self) -> None: ...
 
@@ -117,6 +124,9 @@ class Gpu(Device):
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def idle(self) -> bool:
+        return bool(torch.cuda.current_stream(self.torch_device).query())
 
     def close(self) -> None:
         if self._registered:

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from decode_worker.model.sampling import Sampler, Sampling, next_tokens
+from decode_worker.model.sampling import Sampling, next_tokens
 from decode_worker.model.tokenizer import TextStream
 from decode_worker.stop_text import StopText
 from decode_worker.turns import Turns
@@ -65,8 +65,8 @@ class Engine(Protocol[Session]):
     def begin(self, ids: Sequence[int], progress: Progress | None, growth: int) -> Prompt[Session]: ...
 
     def advance(
-        self, sessions: Sequence[Session], tokens: Sequence[int]
-    ) -> tuple[torch.Tensor, list[Exception | None]]: ...
+        self, sessions: Sequence[Session], tokens: Sequence[int], samplings: Sequence[Sampling]
+    ) -> tuple[list[int | None], list[Exception | None]]: ...
 
     def close_session(self, session: Session) -> None: ...
 
@@ -134,7 +134,6 @@ class Generation(Generic[Session]):
     request: Request
     stream: TextStream
     progress: Progress | None
-    sampler: Sampler
     stop_text: StopText
     outputs: deque[Output] = field(default_factory=deque)  # not taken yet
     produced: int = 0
@@ -173,9 +172,7 @@ class Scheduler(Generic[Session]):
     def submit(self, request: Request, progress: Progress | None = None) -> Generation[Session]:
         """`progress(done, total)` of its prefill is called by whoever drives the engine then. ValueError for a key that
         another request has now."""
-        generation = Generation[Session](
-            request, self._text_stream(), progress, Sampler(request.sampling), StopText(request.stop)
-        )
+        generation = Generation[Session](request, self._text_stream(), progress, StopText(request.stop))
         with self._lock:
             if request.key and any(other.request.key == request.key for other in self._open()):
                 raise ValueError(f"key {request.key!r} is another request's, which has not ended; use a new one")
@@ -274,7 +271,7 @@ class Scheduler(Generic[Session]):
                 return
             self._prompts.remove(generation)
             self._running.append(generation)
-            self._take(generation, *next_tokens([generation.sampler], logits[None]))
+            self._take(generation, *next_tokens([request.sampling], [len(request.prompt)], logits[None]))
         except BaseException as error:
             self._fail(generation, error)
             if not isinstance(error, Exception):
@@ -299,13 +296,13 @@ class Scheduler(Generic[Session]):
         if not untaken:
             return
         try:
-            logits, faults = self._engine.advance([_session(g) for g in untaken], [g.last for g in untaken])
-            ready = [row for row, fault in enumerate(faults) if fault is None]
-            tokens = iter(next_tokens([untaken[row].sampler for row in ready], logits[ready]))
-            for fault in faults:
+            tokens, faults = self._engine.advance(
+                [_session(g) for g in untaken], [g.last for g in untaken], [g.request.sampling for g in untaken]
+            )
+            for token, fault in zip(tokens, faults, strict=True):
                 if fault is None:
                     untaken[0].steps += 1
-                    self._take(untaken[0], next(tokens))
+                    self._take(untaken[0], token)
                 else:
                     self._fail(untaken[0], fault)
                 untaken.popleft()

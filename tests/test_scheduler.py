@@ -14,7 +14,7 @@ import torch
 
 from decode_worker import scheduler as scheduler_module
 from decode_worker._native import RingPoisoned
-from decode_worker.model.sampling import Sampling
+from decode_worker.model.sampling import Sampling, next_tokens
 from decode_worker.model.tokenizer import TextStream
 from decode_worker.scheduler import Finish, Generation, Output, Progress, Request, Scheduler
 from decode_worker.stop_text import StopText
@@ -105,7 +105,9 @@ class Pretended:
             raise
         return seat, logits_of(ids)
 
-    def advance(self, sessions: Sequence[Seat], tokens: Sequence[int]) -> tuple[torch.Tensor, list[Exception | None]]:
+    def advance(
+        self, sessions: Sequence[Seat], tokens: Sequence[int], samplings: Sequence[Sampling]
+    ) -> tuple[list[int | None], list[Exception | None]]:
         assert len({id(seat) for seat in sessions}) == len(sessions) <= self.slots
         assert all(seat.open for seat in sessions)
         for fault in self.faults:
@@ -117,7 +119,8 @@ class Pretended:
         for seat, token, error in zip(sessions, tokens, faults, strict=True):
             if error is None:
                 seat.tokens.append(token)
-        return torch.stack([logits_of(seat.tokens) for seat in sessions]), faults
+        logits = torch.stack([logits_of(seat.tokens) for seat in sessions])
+        return next_tokens(samplings, [len(seat.tokens) for seat in sessions], logits), faults
 
     def close_session(self, session: Seat) -> None:
         session.open = False

@@ -22,9 +22,11 @@ from decode_worker.engine.step import DecodeLoop
 from decode_worker.engine.under_way import End, UnderWay
 from decode_worker.failures import clean_up, prefix_changed
 from decode_worker.kernels.base import StepContext
+from decode_worker.kernels.ends import Row
 from decode_worker.kernels.products import PRODUCTS
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.model.checkpoint import Checkpoint
+from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import Tokenizer
 from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import OTHERS_WAIT_S, LeftAlone, PackWriter
@@ -323,41 +325,38 @@ class Engine:
         Raises the first session's fault, if any of them has one: then no session has taken its token. ValueError for a
         closed session, and for one that stands twice.
         """
-        logits, faults = self._step(sessions, tokens)
-        for fault in faults:
-            if fault is not None:
-                raise fault
+        _raise_first(self._go_on(sessions))
+        logits, faults = self.loop.step([s.slot for s in sessions], tokens, [s.position for s in sessions])
+        _raise_first(faults)
         for session, token in zip(sessions, tokens, strict=True):
             session.tokens.append(token)
         return logits
 
     def advance(
-        self, sessions: Sequence[Session], tokens: Sequence[int]
-    ) -> tuple[torch.Tensor, list[Exception | None]]:
-        """The same, but faults concern one session each, [B] beside the logits; who has none has taken its token."""
-        logits, faults = self._step(sessions, tokens)
+        self, sessions: Sequence[Session], tokens: Sequence[int], samplings: Sequence[Sampling]
+    ) -> tuple[list[int | None], list[Exception | None]]:
+        """One token of each session: the tokens that they go on with, chosen as each wants it, None where logits are
+        not numbers; and their faults, which concern one session each. Who has none has taken its token."""
+        faults = self._go_on(sessions)
+        following: list[int | None] = [None] * len(sessions)
+        ready = [i for i, fault in enumerate(faults) if fault is None]
+        if ready:
+            rows = [Row(sessions[i].slot, tokens[i], sessions[i].position, samplings[i]) for i in ready]
+            for i, token, fault in zip(ready, *self.loop.advance(rows), strict=True):
+                following[i], faults[i] = token, fault
         for session, token, fault in zip(sessions, tokens, faults, strict=True):
             if fault is None:
                 session.tokens.append(token)
-        return logits, faults
+        return following, faults
 
-    def _step(self, sessions: Sequence[Session], tokens: Sequence[int]) -> tuple[torch.Tensor, list[Exception | None]]:
+    def _go_on(self, sessions: Sequence[Session]) -> list[Exception | None]:
+        """With their seals, before a step. Returns the faults of those that cannot take another token."""
         if len(set(sessions)) != len(sessions):
             raise ValueError("a session stands twice in one step; it takes one token at a time")
         if not self._open_sessions.issuperset(sessions):
             raise ValueError("a session of this step is closed; open another one")
-        faults: list[Exception | None] = [self._unready(session) for session in sessions]
-        faults = [fault or unsealed for fault, unsealed in zip(faults, self._sealer.advance(sessions), strict=True)]
-        ready = [i for i, fault in enumerate(faults) if fault is None]
-        if not ready:
-            return torch.zeros(len(sessions), self.model.config.vocab), faults
-        slots, positions = ([sessions[i].slot for i in ready], [sessions[i].position for i in ready])
-        logits, found = self.loop.step(slots, [tokens[i] for i in ready], positions)
-        for i, fault in zip(ready, found, strict=True):
-            faults[i] = fault
-        if len(ready) < len(sessions):
-            logits = torch.zeros(len(sessions), logits.shape[1]).index_copy_(0, torch.tensor(ready), logits)
-        return logits, faults
+        faults = [self._unready(session) for session in sessions]
+        return [fault or unsealed for fault, unsealed in zip(faults, self._sealer.advance(sessions), strict=True)]
 
     def _unready(self, session: Session) -> StoreError | None:
         if session.position < self.config.context:
@@ -475,6 +474,12 @@ class Engine:
         if len(ids) > self.config.context:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than context={self.config.context}: raise it")
         self.model.config.check_prompt(len(ids), self.config.context)
+
+
+def _raise_first(faults: Sequence[Exception | None]) -> None:
+    for fault in faults:
+        if fault is not None:
+            raise fault
 
 
 def _power_of_two(n: int) -> int:

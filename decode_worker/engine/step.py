@@ -20,9 +20,9 @@ from decode_worker import _native
 from decode_worker.engine.graphs import Graphs
 from decode_worker.failures import INTERRUPTED_S
 from decode_worker.kernels.base import Kernels, Rows
+from decode_worker.kernels.ends import Row
 from decode_worker.kernels.products.base import Products
 from decode_worker.policy.base import Policy, TailFull
-from decode_worker.policy.counters import Counters
 from decode_worker.policy.plan import QueryKind
 from decode_worker.transport import Transport, fault_of
 from decode_worker.work import Pieces
@@ -30,7 +30,7 @@ from kvstore_service.client import StoreError
 
 TRACED_LAYERS_MAX = 4096
 INTERRUPTED_US = int(INTERRUPTED_S * 1e6)
-STEPS = Counters.NAMES.index("steps")
+STEP_MASK = 0x7FFFFFFF  # of the number that tickets carry
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class DecodeLoop:
         policy.tell(kernels)
         self._policy = policy
         self._products = products
+        self._ends = kernels.ends(products)
         self._transport = transport
         self._device = kernels.context.device
         self._layers = policy.settings.layers
@@ -90,19 +91,32 @@ class DecodeLoop:
         logits mean nothing then, the others are not concerned, and the same token may be tried again.
 
         A row's fault is a StoreError (DATA_LOSS: a stored block failed its checksum) or TailFull. Raises what concerns
-        all of them: RingTimeout (the daemon is gone), and from then on RingPoisoned.
+        all of them: RingTimeout (the daemon is gone), and from then on RingPoisoned; RuntimeError for a device that
+        has failed.
         """
+        faults = self._step([Row(*row) for row in zip(slots, tokens, positions, strict=True)])
+        return self._products.logits[: len(slots)].to("cpu", copy=True), faults
+
+    def advance(self, wanted: Sequence[Row]) -> tuple[list[int | None], list[Exception | None]]:
+        """The same, with what each row goes on with instead of its logits; None where they are not numbers."""
+        faults = self._step(wanted)
+        return self._ends.tokens(), faults
+
+    def _step(self, wanted: Sequence[Row]) -> list[Exception | None]:
         self._transport.require_alive()
-        rows = len(slots) if self._graphs is None else _padded(len(slots), len(self._rows.slot))
-        self._begin(slots, positions, rows)
-        self._products.place(tokens, positions)
-        self._policy.state.counters[STEPS] += 1
+        rows = len(wanted) if self._graphs is None else _padded(len(wanted), len(self._rows.slot))
+        self._policy.seen = None
+        self._ends.place(wanted, rows, self.steps & STEP_MASK)
         with self._transport.steps():
-            self._carry_out(rows)
-            logits = self._products.logits[: len(slots)].to("cpu", copy=True)
-        self.kernels.raise_for_error()
+            try:
+                self._carry_out(rows)
+                codes = self._ends.read()
+            except BaseException as error:
+                self._ends.settle(self._transport.wait_us * 1e-6 if isinstance(error, Exception) else INTERRUPTED_S)
+                raise
+        self._policy.seen = self._ends.seen()
         self.steps += 1
-        return logits, self._faults(slots)
+        return [self._fault(code) for code in codes]
 
     def seed(self, slot: int, position: int, queries: Sequence[torch.Tensor]) -> Pieces[None]:
         """First sets and labels of a slot, from the queries [Hq, d] of the last prompt token, one per layer, each made
@@ -116,24 +130,20 @@ class DecodeLoop:
     def _seed_layer(self, slot: int, position: int, layer: int, query: torch.Tensor) -> None:
         kind = QueryKind.SPECULATIVE if layer else QueryKind.TRUE
         self._transport.require_alive()
-        self._begin([slot], [position])
+        self._begin(slot, position)
         look_up = Launch("look_up", layer, self.kernels.look_up, (layer, query, kind))
         with self._transport.steps():
             self._run([look_up, Launch("arrive", layer, self.kernels.await_ticket, (layer,))])
             self._device.wait()
         self.kernels.raise_for_error()
-        (fault,) = self._faults([slot])
-        if fault is not None:
-            raise fault
+        self._require_no_fault(slot)
 
     def remember(self, slot: int, position: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Writes one token to its places: per layer K, V [1, H, d]."""
-        self._begin([slot], [position])
+        self._begin(slot, position)
         for layer, (key, value) in enumerate(layers):
             self.kernels.append(layer, key.float().contiguous(), value.float().contiguous())
-        (fault,) = self._faults([slot])
-        if fault is not None:
-            raise fault
+        self._require_no_fault(slot)
 
     def line(self, rows: int) -> list[Launch]:
         """All launches of a step of so many rows, in order."""
@@ -148,6 +158,8 @@ class DecodeLoop:
             for tensor in (products.query, products.next_query, products.key, products.value, products.attention)
         )
         lse = self._lse[:rows]
+        for call in self._ends.first:
+            yield Launch("begin", 0, call, (rows,))
         yield Launch("products", 0, products.embed, (rows,))
         for layer in range(self._layers):
             ahead = layer + 1 < self._layers and self._selects_by(layer + 1, QueryKind.SPECULATIVE)
@@ -159,6 +171,8 @@ class DecodeLoop:
             yield Launch("arrive", layer, kernels.arrive, (layer, key, value))
             yield Launch("attend", layer, kernels.attend, (layer, query, attention, lse))
         yield Launch("products", self._layers, products.finish, (rows,))
+        for call in self._ends.last:
+            yield Launch("choose", self._layers, call, (rows,))
 
     def _selects_by(self, layer: int, kind: QueryKind) -> bool:
         return self._policy.selects(layer) and self._policy.query_kind(layer) == kind
@@ -195,13 +209,16 @@ class DecodeLoop:
             self.kernels.settle(self._transport.wait_us if isinstance(error, Exception) else INTERRUPTED_US)
             raise
 
-    def _begin(self, slots: Sequence[int], positions: Sequence[int], rows: int = 0) -> None:
-        self._rows.set(slots, positions, rows)
-        self.kernels.begin(self._rows, self.steps & 0x7FFFFFFF)
+    def _begin(self, slot: int, position: int) -> None:
+        """Of what is no whole step."""
+        self._policy.seen = None
+        self._rows.set([slot], [position])
+        self.kernels.begin(self._rows, self.steps & STEP_MASK)
 
-    def _faults(self, slots: Sequence[int]) -> list[Exception | None]:
-        codes = self._policy.state.fault.tolist()
-        return [self._fault(codes[slot]) for slot in slots]
+    def _require_no_fault(self, slot: int) -> None:
+        fault = self._fault(int(self._policy.state.fault[slot]))
+        if fault is not None:
+            raise fault
 
     def _fault(self, code: int) -> StoreError | TailFull | None:
         if code == _native.FAULT_TAIL_FULL:

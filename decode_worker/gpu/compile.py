@@ -28,6 +28,7 @@ import torch
 from decode_worker import _native
 from decode_worker.device import Host
 from decode_worker.kernels.base import Rows, StepContext
+from decode_worker.kernels.products.base import Products
 from decode_worker.kernels.state import HeadState
 from decode_worker.policy.plan import QueryKind
 from decode_worker.policy.settings import PolicySettings
@@ -127,6 +128,9 @@ def launch_all(dtype: torch.dtype, group: int, d: int, rows: int = 4, heads: int
         10**6,
     )
     kernels = TritonKernels(context)
+    ends = kernels.ends(cast(Products, NobodysProducts(rows)))
+    for end in (*ends.first, *ends.last):
+        end(rows)
     row = Rows(rows)
     row.set(range(rows), range(rows))
     query, key = torch.zeros(rows, heads * group, d), torch.zeros(rows, heads, d)
@@ -142,6 +146,14 @@ def launch_all(dtype: torch.dtype, group: int, d: int, rows: int = 4, heads: int
     wishes = arrive.Wishes(2, rows * heads, state.parity.device)
     for offsets in (None, torch.zeros((8, 4096), dtype=torch.int64)):
         gather.gather(state, 1, wishes, pairs, offsets, words, words, settings.record_bytes, 8)
+
+
+class NobodysProducts:
+    """Tensors at both ends of a step, of Llama-3's vocabulary."""
+
+    def __init__(self, rows: int) -> None:
+        self.tokens, self.positions = torch.zeros(2, rows, dtype=torch.int64).unbind()
+        self.logits = torch.zeros(rows, 128_256)
 
 
 class NobodysRing:

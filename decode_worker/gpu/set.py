@@ -1,7 +1,8 @@
 """`triton`: the kernels for a GPU (decode_worker/gpu/kernels), which the interpreter of Triton runs on a CPU.
 
 What a step does is launches and nothing else: none of its decisions is Python's. What the host must know of a step that
-went wrong, `error` and `state.fault` hold; `raise_for_error` behind it reads the former.
+went wrong, `error` and `state.fault` hold; a whole step tells it with its tokens (decode_worker/gpu/ends.py), behind
+others `raise_for_error` reads the former.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
-from decode_worker.gpu.kernels import append, arrive, attend, gather, post, select, wishes
+from decode_worker.gpu.ends import DeviceEnds
+from decode_worker.gpu.errors import raise_for
+from decode_worker.gpu.kernels import append, arrive, attend, gather, post, select
 from decode_worker.gpu.kernels.begin import clear_faults
 from decode_worker.gpu.kernels.delta import Delta, find_delta
 from decode_worker.gpu.kernels.similarity import find_misses
 from decode_worker.gpu.kernels.wishes import AUX, FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS, Wishes
 from decode_worker.gpu.requests import Requests, map_ring
-from decode_worker.gpu.sync import LATE, POISONED
+from decode_worker.gpu.rows import DeviceRows
 from decode_worker.kernels.base import Kernels, Rows, StepContext
+from decode_worker.kernels.products.base import Products
 from decode_worker.policy.plan import QueryKind, Ticket, gather_runs
 from decode_worker.retrieval.hash import HashRetriever
 from decode_worker.retrieval.view import StoredPack
@@ -27,12 +31,6 @@ STORAGE = {
     _native.DTYPE_FLOAT32: torch.float32, _native.DTYPE_BFLOAT16: torch.bfloat16, _native.DTYPE_FLOAT16: torch.float16
 }  # fmt: skip
 GATHER_PROGRAMS = 32
-_ERRORS: dict[int, tuple[type[_native.RingError], str]] = {
-    LATE.value: (_native.RingTimeout, "a ticket is not done within the deadline; the ring is poisoned"),
-    POISONED.value: (_native.RingPoisoned, "the ring is poisoned"),
-    wishes.NO_CREDIT: (_native.NoCredit, "the store has not consumed an earlier ticket within the deadline"),
-    wishes.TOO_LARGE: (_native.RingError, "a layer's misses do not fit a ticket of the ring: raise its runs or pairs"),
-}
 
 
 class TritonKernels(Kernels):
@@ -44,10 +42,7 @@ class TritonKernels(Kernels):
         state, device = context.state, context.state.parity.device
         shape = state.shape
         select.refuse_unknown(context.retriever, state)
-        self._slots = torch.full((shape.slots,), -1, dtype=torch.int32, device=device)
-        self._positions = torch.zeros(shape.slots, dtype=torch.int32, device=device)
-        self._step = torch.zeros(1, dtype=torch.int32, device=device)
-        self._rows = 0
+        self._rows = DeviceRows.none(shape.slots, device)
         self._selects = (state.resident == 0).any(1).tolist()
         self._index = select.SlotIndex(state, context.settings.context, device)
         self._selection = select.Selection(state, self._index, device)
@@ -81,20 +76,23 @@ class TritonKernels(Kernels):
     def clear(self, slot: int) -> None:
         self._index.clear(slot)
 
+    def ends(self, products: Products) -> DeviceEnds:
+        return DeviceEnds(self.context, products, self._rows, self._counted, self._error)
+
     def begin(self, rows: Rows, step: int) -> None:
-        self._rows = rows.count
-        self._slots.copy_(rows.slot)
-        self._positions.copy_(rows.position)
-        self._step.fill_((step & 0xFFFFFFFF) - ((step & 0x80000000) << 1))
+        mine = self._rows
+        mine.count = rows.count
+        mine.slots.copy_(rows.slot)
+        mine.positions.copy_(rows.position)
+        mine.step.fill_((step & 0xFFFFFFFF) - ((step & 0x80000000) << 1))
         torch._foreach_zero_(self._counted)  # as an interrupted launch of the interpreter would not leave them
-        clear_faults(self.context.state, self._slots, self._rows)
+        clear_faults(self.context.state, mine.slots, mine.count)
 
     def raise_for_error(self) -> None:
-        code = int(self._error)
-        if code:
+        word = int(self._error)
+        if word:
             self._error.zero_()
-            kind, what = _ERRORS[code]
-            raise kind(what)
+        raise_for(word)
 
     # --- look_up ---
 
@@ -104,7 +102,7 @@ class TritonKernels(Kernels):
         state = self.context.state
         self._choose(layer, query, kind, self._requests)
         if self._requests is not None:
-            post.post(state, self._rows, self._step, layer, self._delta, self._wishes, self._requests)
+            post.post(state, self._rows.count, self._rows.step, layer, self._delta, self._wishes, self._requests)
 
     def plan(self, layer: int, query: torch.Tensor, kind: QueryKind) -> Ticket | None:
         if not self._selects[layer]:
@@ -129,14 +127,14 @@ class TritonKernels(Kernels):
     def _choose(self, layer: int, query: torch.Tensor, kind: QueryKind, requests: Requests | None) -> None:
         context, rows, selection = self.context, self._rows, self._selection
         state, settings = context.state, context.settings
-        row = (self._slots, self._positions, rows)
+        row = (rows.slots, rows.positions, rows.count)
         find_misses(
             state, *row, layer, query, int(kind), settings.cos_floor, settings.reuse.by_label,
             self._projection, selection,
         )  # fmt: skip
         select.select(state, *row, layer, self._index, selection)
         find_delta(
-            state, *row, self._step, layer, query, int(kind), settings.cache, self._index, selection, self._delta,
+            state, *row, rows.step, layer, query, int(kind), settings.cache, self._index, selection, self._delta,
             self._wishes, requests, context.wait_us,
         )  # fmt: skip
 
@@ -177,7 +175,7 @@ class TritonKernels(Kernels):
             return
         context = self.context
         arrive.arrive(
-            context.state, self._slots, self._positions, layer, *self._ticket(context.wait_us), key, value,
+            context.state, self._rows.slots, self._rows.positions, layer, *self._ticket(context.wait_us), key, value,
             self._records, context.record_bytes,
         )  # fmt: skip
         self._gather(layer)
@@ -185,7 +183,14 @@ class TritonKernels(Kernels):
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         context = self.context
         append.append(
-            context.state, self._slots, self._positions, layer, key, value, self._records, context.record_bytes
+            context.state,
+            self._rows.slots,
+            self._rows.positions,
+            layer,
+            key,
+            value,
+            self._records,
+            context.record_bytes,
         )
 
     def settle(self, timeout_us: int) -> None:
@@ -195,8 +200,8 @@ class TritonKernels(Kernels):
     # --- attend ---
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        context = self.context
+        context, rows = self.context, self._rows
         attend.attend(
-            context.state, self._slots, self._positions, layer, query, out, lse, self._records, context.record_bytes,
+            context.state, rows.slots, rows.positions, layer, query, out, lse, self._records, context.record_bytes,
             context.scale, self._attend_scratch,
         )  # fmt: skip

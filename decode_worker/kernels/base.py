@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ from decode_worker.policy.plan import QueryKind, Ticket
 from decode_worker.policy.settings import PolicySettings
 from decode_worker.retrieval.base import Retriever
 from decode_worker.retrieval.view import StoredPack
+
+if TYPE_CHECKING:
+    from decode_worker.kernels.ends import Ends
+    from decode_worker.kernels.products.base import Products
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +92,10 @@ class Kernels(ABC):
     @abstractmethod
     def clear(self, slot: int) -> None:
         """Forgets a slot's packs. Between steps."""
+
+    @abstractmethod
+    def ends(self, products: Products) -> Ends:
+        """Of whole steps, between whose launches come those of `products`."""
 
     @abstractmethod
     def begin(self, rows: Rows, step: int) -> None:

@@ -11,6 +11,8 @@ from torch.utils.dlpack import to_dlpack
 
 from decode_worker import _native
 from decode_worker.kernels.base import Kernels, Rows, StepContext
+from decode_worker.kernels.ends import HostEnds
+from decode_worker.kernels.products.base import Products
 from decode_worker.policy.plan import RUN_DTYPE, Op, QueryKind, Ticket
 from decode_worker.retrieval.base import Retriever
 from decode_worker.retrieval.hash import HashRetriever
@@ -57,6 +59,9 @@ class CpuKernels(Kernels):
     def clear(self, slot: int) -> None:
         self._views[slot] = View()
         self._step.clear(slot)
+
+    def ends(self, products: Products) -> HostEnds:
+        return HostEnds(self, products)
 
     def begin(self, rows: Rows, step: int) -> None:
         self._step.begin(to_dlpack(rows.slot), to_dlpack(rows.position), rows.count, step)

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from decode_worker import _native
 from decode_worker.kernels.base import Kernels, Rows, StepContext
+from decode_worker.kernels.ends import HostEnds
+from decode_worker.kernels.products.base import Products
 from decode_worker.policy.attended import attended_places, place_of_token
 from decode_worker.policy.cache.base import Stamp
 from decode_worker.policy.counters import Counters
@@ -46,6 +48,9 @@ class ReferenceKernels(Kernels):
 
     def clear(self, slot: int) -> None:
         self._views[slot] = View()
+
+    def ends(self, products: Products) -> HostEnds:
+        return HostEnds(self, products)
 
     def begin(self, rows: Rows, step: int) -> None:
         self._rows = [

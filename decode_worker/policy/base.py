@@ -27,6 +27,7 @@ from decode_worker.window.geometry import WindowGeometry
 if TYPE_CHECKING:
     from decode_worker.calibration.profile import Profile
     from decode_worker.config import WorkerConfig
+    from decode_worker.kernels.ends import Seen
     from decode_worker.model.config import ModelConfig
     from decode_worker.records import RecordFormat
 
@@ -56,6 +57,7 @@ class Policy:
         self._geometries: list[WindowGeometry | None] = [None] * settings.slots
         self._offsets = [0] * settings.slots
         self._listener: PackListener | None = None
+        self.seen: Seen | None = None  # what the latest step has told, as long as nothing has changed it
 
     def tell(self, listener: PackListener) -> None:
         """From now on `listener` hears of every slot's packs."""
@@ -64,6 +66,8 @@ class Policy:
     @property
     def counters(self) -> Counters:
         """As they are now."""
+        if self.seen is not None:
+            return self.seen.counters
         return Counters.of(self.state.counters.tolist())
 
     # --- binding ---
@@ -83,6 +87,7 @@ class Policy:
         stored = sum(pack.tokens for pack in packs)
         if not stored <= position <= geometry.resident_places:
             raise ValueError(f"position {position} lies outside [{stored} stored, {geometry.resident_places} declared]")
+        self.seen = None
         self.state.bind(slot, geometry, offset, self.settings.limit(stored, position), position)
         self._views[slot] = View()
         self._geometries[slot] = geometry
@@ -110,6 +115,7 @@ class Policy:
         """Forgets everything of the slot. Call it before UnbindSlot returns the slot to others; idempotent."""
         self._views[slot] = None
         self._geometries[slot] = None
+        self.seen = None
         self.state.reset(slot)
         if self._listener is not None:
             self._listener.clear(slot)
@@ -140,7 +146,9 @@ class Policy:
         offloaded = torch.from_numpy(~self.settings.resident)
         if not offloaded.any():
             return self.settings.context - position
-        cover = int(self.state.current_cover(slot).cpu()[offloaded].min())
+        cover = self.seen.covers.get(slot) if self.seen is not None else None
+        if cover is None:
+            cover = int(self.state.current_cover(slot).cpu()[offloaded].min())
         return min(cover, self.view(slot).stored) + self.settings.tail - position
 
     def selects(self, layer: int) -> bool:

@@ -20,6 +20,7 @@ from decode_worker.engine import prefill, sealing
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.sealing import SEAL_STEPS
 from decode_worker.engine.session import Session
+from decode_worker.kernels.base import Rows
 from decode_worker.policy.plan import NO_PAIRS, RUN_DTYPE, Ticket
 from decode_worker.scheduler import Finish, Request
 from decode_worker.transport import Transport
@@ -98,13 +99,13 @@ def test_steps_lie_between_the_layers_of_a_sessions_first_sets(engine: EngineFac
     alone = greedy(worker, session, logits, 8)
     worker.close_session(session)
     neighbour, other = worker.prefill(running)
-    begun, begin = [], worker.loop._begin
+    begun, begin = [], worker.loop.kernels.begin
 
-    def recorded(slots: list[int], positions: list[int], rows: int = 0) -> None:
-        begun.append(list(slots))
-        begin(slots, positions, rows)
+    def recorded(rows: Rows, step: int) -> None:
+        begun.append(rows.slot[: rows.count].tolist())
+        begin(rows, step)
 
-    worker.loop._begin = recorded  # type: ignore[method-assign, assignment]
+    worker.loop.kernels.begin = recorded  # type: ignore[method-assign]
     work = worker.begin(prompt)
     while not piece(work):
         other = worker.step([neighbour], [int(other.argmax())])[0]

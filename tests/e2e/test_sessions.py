@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from decode_worker.config import WorkerConfig
+from decode_worker.kernels.ends import Row
 from decode_worker.scheduler import Request
 from decode_worker.worker import Worker
 from kvstore_service.client import AdminClient, StoreError
@@ -81,16 +82,17 @@ def test_a_request_that_fails_leaves_the_others_alone(worker: Worker, monkeypatc
     requests = [Request(random_ids(300, number), 12) for number in range(3)]
     alone = [list(worker.generate(request)) for request in requests]
     engine = worker._engine
-    step, victim = engine.loop.step, requests[1].prompt
+    advance, victim = engine.loop.advance, requests[1].prompt
 
-    def refuse(slots: list[int], *step_of: list[int]) -> tuple[torch.Tensor, list[Exception | None]]:
-        logits, faults = step(slots, *step_of)
+    def refuse(rows: list[Row]) -> tuple[list[int | None], list[Exception | None]]:
+        tokens, faults = advance(rows)
+        slots = [row.slot for row in rows]
         for session in engine._open_sessions:
             if session.tokens[:300] == victim and len(session.tokens) > 304 and session.slot in slots:
                 faults[slots.index(session.slot)] = StoreError("DATA_LOSS", "a stored block failed its checksum")
-        return logits, faults
+        return tokens, faults
 
-    monkeypatch.setattr(engine.loop, "step", refuse)
+    monkeypatch.setattr(engine.loop, "advance", refuse)
     scheduler = worker._scheduler
     made = [scheduler.submit(request) for request in requests]
     assert list(scheduler.stream(made[0])) == alone[0]

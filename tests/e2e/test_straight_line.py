@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.step import Launch
+from tests.support.torch_calls import TorchCalls
 
 from .conftest import KV_HEADS, LAYERS, EngineFactory, random_ids
 
@@ -20,20 +20,6 @@ STEPS = 160
 PROMPT = 760  # a seal begins at position 784 and is taken over at 896; heads that hit are forced to miss behind 905
 STEP_S = 0.01  # at least, so that the seal never takes longer than the steps until it is taken over
 SETTINGS = {"retriever": "hash", "recent": 16, "tail": 400, "slots": 2}
-
-
-class TorchCalls(TorchDispatchMode):
-    """What torch is asked to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
-    ) -> Any:
-        self.names.append(str(function))
-        return function(*arguments, **(options or {}))
 
 
 class Recorded:

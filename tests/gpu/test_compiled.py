@@ -16,7 +16,7 @@ TARGETS = ("sm_80", "sm_90")
 COMPILE_S = 280
 THREE_PROGRAMS = 65536 // (3 * 128) // 8 * 8  # registers of a thread, where three programs of 4 warps share an SM
 LLAMA = "bfloat16-4-128"
-REGISTERS_MAX = {"attend": THREE_PROGRAMS, "similarity": 128, "select": 128, "delta": 128}
+REGISTERS_MAX = {"attend": THREE_PROGRAMS, "similarity": 128, "select": 128, "delta": 128, "draw": 128}
 REGISTERS_OF_OTHERS_MAX = 64
 STACK_MAX = {"delta": 8}  # sixteen warps leave it 128 registers, and it wants 129
 
@@ -138,3 +138,20 @@ def test_a_post_acquires_its_credit_and_releases_its_ticket_at_system_scope(kern
     assert before.rfind("bar.sync") > before.rfind("st.global") > 0, "described before it"
     (counted,) = re.finditer(r"atom\.global\.(sys\.acq_rel|acq_rel\.sys)\.add", before)
     assert before.find("bar.sync") < counted.start(), "each program's pairs before it counts itself"
+
+
+@pytest.mark.timeout(300)
+def test_a_step_s_number_is_released_at_system_scope_behind_what_its_rows_tell(kernels: list[Kernel]) -> None:
+    (kernel,) = named(kernels, "advance")
+    (released,) = re.finditer(r"st\.release\.sys\.global\.b64", kernel.ptx)
+    before = kernel.ptx[: released.start()]
+    assert before.rfind("bar.sync") > before.rfind("st.global") > 0, "the step's words before it"
+    (counted,) = re.finditer(r"atom\.global\.(sys\.acq_rel|acq_rel\.sys)\.add", before)
+    assert before.rfind("bar.", 0, counted.start()) > before.rfind("st.global", 0, counted.start()) > 0, "and the rows'"
+
+
+@pytest.mark.timeout(300)
+def test_tokens_are_weighed_in_double_precision(kernels: list[Kernel]) -> None:
+    (kernel,) = named(kernels, "weigh")
+    assert kernel.count(r"fma\.rn\.f64") > 0
+    assert kernel.count(r"ex2\.approx") == 0

@@ -66,6 +66,23 @@ def test_shared_memory_is_registered_and_given_back_once_the_device_is_idle(runt
     assert runtime.log == ["wait", "unregister", "unregister"]
 
 
+def test_a_device_is_idle_when_its_stream_is_and_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[bool | Exception] = [False, True, RuntimeError("CUDA error: unspecified launch failure")]
+
+    class Stream:
+        def query(self) -> bool:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    device = Gpu()
+    assert [device.idle(), device.idle()] == [False, True]
+    with pytest.raises(RuntimeError, match="launch failure"):
+        device.idle()
+
+
 def test_memory_that_the_driver_does_not_take_is_an_error(runtime: Runtime) -> None:
     device = Gpu()
     runtime.refuse = True

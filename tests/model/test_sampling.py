@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from decode_worker.model import sampling as sampling_module
-from decode_worker.model.sampling import Sampler, Sampling, next_tokens
+from decode_worker.model.sampling import GREEDY, Sampling, next_tokens
 
 
 def random_logits(rows: int, vocab: int = 50, seed: int = 0) -> Tensor:
@@ -14,13 +13,13 @@ def random_logits(rows: int, vocab: int = 50, seed: int = 0) -> Tensor:
 
 
 def draw(logits: Tensor, sampling: Sampling, count: int) -> list[int]:
-    sampler = Sampler(sampling)
-    return [token for _ in range(count) for token in next_tokens([sampler], logits)]
+    """At so many positions of one sequence."""
+    return [token for position in range(count) for token in next_tokens([sampling], [position], logits)]
 
 
 def test_temperature_zero_is_greedy() -> None:
     logits = random_logits(5)
-    assert next_tokens([Sampler(Sampling()) for _ in range(5)], logits) == logits.argmax(-1).tolist()
+    assert next_tokens([GREEDY] * 5, range(5), logits) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1e-6), Sampling(1.0, top_k=1), Sampling(1.0, 1e-9)])
@@ -54,21 +53,51 @@ def test_frequencies_follow_the_warped_distribution_of_transformers(sampling: Sa
     assert (found - expected).abs().max() < 5 * (0.25 / count) ** 0.5
 
 
-class Endpoints:
-    """A random stream at the ends of [0, 1)."""
-
-    def __init__(self, seed: int) -> None:
-        self.values = [0.0, 1 - 2**-53]
-
-    def random(self) -> float:
-        return self.values.pop(0)
-
-
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (1 - 2**-53, 3)])
 @pytest.mark.parametrize("top_p", [1.0, 0.999])
-def test_a_token_of_no_probability_is_never_drawn(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_module.random, "Random", Endpoints)
+def test_a_token_of_no_probability_is_never_drawn(
+    top_p: float, uniform: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampling, "uniform", lambda self, position: uniform)
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 0.0, -torch.inf]])
-    assert draw(logits, Sampling(1.0, top_p=top_p), 2) == [1, 3]
+    assert draw(logits, Sampling(1.0, top_p=top_p), 1) == [token]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(1.0, top_k=1), {1}),
+        (Sampling(1.0, top_k=2), {1, 3}),
+        (Sampling(1.0, top_k=3), {0, 1, 3}),
+        (Sampling(1.0, top_k=4), {0, 1, 2, 3}),
+        (Sampling(1.0, top_p=0.249), {1}),
+        (Sampling(1.0, top_p=0.499), {1, 3}),
+        (Sampling(1.0, top_p=0.501), {0, 1, 3}),
+        (Sampling(1.0, top_p=0.499, top_k=2), {1}),
+        (Sampling(1e30, top_k=2), {1, 3}),
+    ],
+)
+def test_of_equally_likely_tokens_the_lower_ids_are_kept(sampling: Sampling, kept: set[int]) -> None:
+    """Probabilities 1/8, 1/4, 1/8, 1/4, 1/8, 1/8."""
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 1.0]]).log()
+    assert set(draw(logits, sampling, 100)) == kept
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.25 + 2**-40, 2), (0.5, 2), (0.75, 3), (1 - 2**-40, 4)])
+def test_the_fewest_that_reach_top_p_exactly(top_p: float, kept: int) -> None:
+    assert set(draw(torch.full((1, 4), 3.5), Sampling(1.0, top_p=top_p), 100)) == set(range(kept))
+
+
+def test_numbers_are_uniform_and_streams_are_not_alike() -> None:
+    drawn = torch.tensor(
+        [[Sampling(1.0, seed=seed).uniform(position) for position in range(500)] for seed in range(20)]
+    )
+    assert ((drawn >= 0) & (drawn < 1)).all()
+    counts = torch.histc(drawn, 20, 0, 1)
+    assert (counts - 500).abs().max() < 5 * 500**0.5
+    correlations = torch.corrcoef(drawn)
+    assert (correlations - torch.eye(20)).abs().max() < 5 / 500**0.5
+    assert torch.corrcoef(torch.stack([drawn[:, 1:].flatten(), drawn[:, :-1].flatten()]))[0, 1].abs() < 5 / 10000**0.5
 
 
 def test_a_sequence_depends_on_its_seed_and_not_on_its_neighbours() -> None:
@@ -76,15 +105,13 @@ def test_a_sequence_depends_on_its_seed_and_not_on_its_neighbours() -> None:
     sampling = Sampling(1.0, top_p=0.95, seed=5)
 
     def second_row(neighbours: list[Sampling], own: Sampling = sampling) -> list[int | None]:
-        samplers = [Sampler(neighbours[0]), Sampler(own), Sampler(neighbours[1])]
-        return [next_tokens(samplers, logits)[1] for logits in steps]
+        samplings = [neighbours[0], own, neighbours[1]]
+        return [next_tokens(samplings, [7, at, 2 * at], logits)[1] for at, logits in enumerate(steps)]
 
     first = second_row([Sampling(), Sampling(1.0, seed=1)])
     assert second_row([Sampling(2.0, seed=9), Sampling(1.0, top_k=3)]) == first
     assert second_row([Sampling(), Sampling()], Sampling(1.0, top_p=0.95, seed=6)) != first
-
-    alone = Sampler(sampling)
-    assert [token for logits in steps for token in next_tokens([alone], logits[1:2])] == first
+    assert [token for at, logits in enumerate(steps) for token in next_tokens([sampling], [at], logits[1:2])] == first
 
 
 @pytest.mark.parametrize(
@@ -107,6 +134,5 @@ def test_values_out_of_range(values: dict[str, float], words: str) -> None:
 def test_bad_logits_are_one_rows_matter(bad: float) -> None:
     logits = random_logits(3)
     logits[1, 3] = bad
-    samplers = [Sampler(Sampling()), Sampler(Sampling(1.0)), Sampler(Sampling())]
     best = logits.argmax(-1).tolist()
-    assert next_tokens(samplers, logits) == [best[0], None, best[2]]
+    assert next_tokens([GREEDY, Sampling(1.0), GREEDY], [0, 0, 0], logits) == [best[0], None, best[2]]

@@ -17,9 +17,9 @@ class Products(ABC):
     """Fixed tensors for `batch` rows, on the model's device, and calls that work on the first `rows` of them. Not
     thread-safe.
 
-    A step says whose turn it is by `place`, then calls embed; for each layer in order `layer`, and, before the next
-    call, writes `attention`; then finish. Only these calls change `query`, `key`, `value`, `next_query` and `logits`,
-    which stay valid until the next one.
+    A step says whose turn it is by `place`, or writes `tokens` and `positions` itself, then calls embed; for each layer
+    in order `layer`, and, before the next call, writes `attention`; then finish. Only these calls change `query`,
+    `key`, `value`, `next_query` and `logits`, which stay valid until the next one.
 
         tokens, positions        int64 [batch]
         query, next_query        float32 [batch, q_heads, d]
@@ -38,12 +38,16 @@ class Products(ABC):
         self.key, self.value = torch.zeros(2, *key, device=device).unbind()
         self.logits = torch.zeros(batch, config.vocab, device=device)
 
-    def place(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """The first rows' tokens and their positions. IndexError for a token that the model lacks or a position that
-        is not below its declared maximum: a device could not say so."""
+    def check(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """IndexError for a token that the model lacks or a position that is not below its declared maximum: a device
+        could not say so."""
         for what, values, end in (("token", tokens, self._vocab), ("position", positions, self._declared_max)):
             if not 0 <= min(values) <= max(values) < end:
                 raise IndexError(f"{what} {min(values) if min(values) < 0 else max(values)} is not in [0, {end})")
+
+    def place(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """The first rows' tokens and their positions, as `check` wants them."""
+        self.check(tokens, positions)
         self.tokens[: len(tokens)] = torch.tensor(tokens)
         self.positions[: len(positions)] = torch.tensor(positions)
 

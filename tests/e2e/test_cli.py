@@ -59,6 +59,7 @@ def test_generate_says_in_json_what_it_took_and_reused(tmp_path: Path, checkpoin
         flags += ["--context", "2048", "--socket", daemon.socket, "--broker", daemon.broker, "--json"]
         first, second = (json.loads(run(tmp_path, *flags).stdout) for _ in range(2))
     assert (first["finish"], first["text"]) == ("length", second["text"])
+    assert (first["window"], first["windows_refused"]) == ("shm", {})
     assert len(first["text"].split()) == 6
     for shown, reused in ((first, 0), (second, 1024)):
         figures = {figure["name"]: figure["value"] for figure in shown["figures"]}

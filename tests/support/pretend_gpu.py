@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode_worker.device import Host
+from decode_worker.device import Gpu, Host
 from decode_worker.gpu.launch import Launch
 
 
@@ -68,7 +68,7 @@ def _again(function: Any, arguments: tuple[Any, ...], options: dict[str, Any], r
 
 
 class PretendGpu(Host):
-    windows = ("gdr", "bounce")
+    windows = Gpu.windows
     wakes = False
     graphs = True
 

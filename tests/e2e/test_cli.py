@@ -70,6 +70,12 @@ def test_generate_says_in_json_what_it_took_and_reused(tmp_path: Path, checkpoin
 
 
 @pytest.mark.timeout(90)
+def test_a_window_that_cannot_be_had_is_one_line_with_the_reason(tmp_path: Path, checkpoint: Path) -> None:
+    flags = ["--model", str(checkpoint), "--prompt-file", prompt_file(tmp_path, b"w1 w2"), "--private"]
+    assert_one_line(run(tmp_path, *flags, "--window", "staged"), 1, "window staged: the daemon's windows are shm")
+
+
+@pytest.mark.timeout(90)
 def test_a_wrong_flag_is_one_line(tmp_path: Path, checkpoint: Path) -> None:
     file = prompt_file(tmp_path, b"w1 w2")
     flags = ["--model", str(checkpoint), "--prompt-file", file]

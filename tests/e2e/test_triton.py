@@ -1,20 +1,24 @@
 """The kernels for a GPU, interpreted, in an engine on a real daemon: the same tokens as the CPU's, over each window."""
 
+import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from decode_worker import _native
+from decode_worker import _native, generate
 from decode_worker.config import WorkerConfig
 from decode_worker.engine import engine as engine_module
 from decode_worker.engine.engine import Engine
+from decode_worker.model.sampling import Sampling
 from decode_worker.policy.counters import Counters
 from decode_worker.policy.settings import STAGGER
+from decode_worker.window.base import WindowError
 from decode_worker.window.kinds import WINDOWS
 from tests.support.daemon_process import Daemon
-from tests.support.gpu_double import GpuDouble, double, gpu_daemon
+from tests.support.gpu_double import GpuDouble, daemon_over, double, gpu_daemon
 from tests.support.interpreter import bounded, patched_once
 from tests.support.pretend_gpu import PretendGpu
 
@@ -87,6 +91,27 @@ def test_an_engine_on_a_gpu_says_what_one_on_the_cpu_says(
     parts = LAYERS + 1 if "sync" in settings else 1
     replays = [STEPS - 2] * 2 if len(prompts) > 1 else [2 * STEPS - 2]
     assert [graph.replays for graph in gpu.made] == replays * parts, "of one row, and of four"
+
+
+@pytest.mark.timeout(200)
+def test_generate_tells_which_window_it_took_and_why_not_the_others(
+    double: GpuDouble, checkpoint: Path, gpu: PretendGpu, patched_once: None, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One token, which comes of the prompt: there is no step."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(" ".join(f"w{token}" for token in random_ids(40, 3)))
+    with daemon_over(tmp_path, double, "bar_spoils=70000") as daemon:
+        config = WorkerConfig(**worker_settings(daemon, checkpoint, **SETTINGS, kernels="triton"))
+        generate.run(config, prompt, 1, Sampling(), (), private=False, as_json=True)
+        told = json.loads(capsys.readouterr().out)
+        assert told["window"] == "staged"
+        assert list(told["windows_refused"]) == ["gdr"]
+        generate.run(config, prompt, 1, Sampling(), (), private=False, as_json=False)
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("window staged, not gdr: the daemon cannot read back what it has delivered")
+        with pytest.raises(WindowError, match="window gdr: the daemon cannot read back"):
+            generate.run(replace(config, window="gdr"), prompt, 1, Sampling(), (), private=False, as_json=False)
 
 
 @pytest.mark.timeout(200)

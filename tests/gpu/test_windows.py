@@ -6,8 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from decode_worker.window.base import WindowError
 from decode_worker.window.gdr import GdrWindow
 from kvstore_service.client import AdminClient, RingGeometry, StoreClient, StoreError
 from tests.support.daemon_process import Daemon
-from tests.support.gpu_double import GpuDouble, double, gpu_daemon
+from tests.support.gpu_double import GpuDouble, daemon_over, double, gpu_daemon
 from tests.support.pretend_gpu import PretendGpu
 from tests.support.world import LAYOUT, TOKENS, TestWorker, expected
 
@@ -160,21 +159,13 @@ SPOILT = "bar_spoils=70000"  # behind what the daemon tries at its start
 NOT_SEEN = "bar_deaf=70000"
 
 
-@contextmanager
-def faulty_daemon(directory: Path, double: GpuDouble, words: str) -> Iterator[Daemon]:
-    double.set(words)
-    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
-    with Daemon(directory, options=("--nvme-bytes=1GiB", "--copy-threads=2", *libraries)) as daemon:
-        yield daemon
-
-
 def registered(daemon: Daemon) -> int:
     with AdminClient.connect(daemon.socket, daemon.broker) as admin:
         return int(admin.get_status().workers)
 
 
-def descriptors(pid: int | str = "self") -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize(
@@ -189,9 +180,9 @@ def descriptors(pid: int | str = "self") -> int:
 def test_the_best_window_that_works_is_taken_and_nothing_is_left_of_the_others(
     tmp_path: Path, double: GpuDouble, words: str, taken: str, refused: dict[str, str]
 ) -> None:
-    with faulty_daemon(tmp_path, double, words) as daemon:
+    with daemon_over(tmp_path, double, words) as daemon:
         assert registered(daemon) == 0
-        made, mine, its = double.live(), descriptors(), descriptors(daemon.pid)
+        made, mine, its = double.live(), descriptors(), daemon.open_descriptors()
         with connect(daemon, "gpu") as client:
             mapped = transport(client, *PretendGpu.windows)
             assert mapped.window_name == taken
@@ -203,7 +194,7 @@ def test_the_best_window_that_works_is_taken_and_nothing_is_left_of_the_others(
             del mapped  # with the pretended graph, which remembers tensors
             gc.collect()
         eventually(lambda: registered(daemon) == 0)
-        eventually(lambda: descriptors() <= mine and descriptors(daemon.pid) <= its)
+        eventually(lambda: descriptors() <= mine and daemon.open_descriptors() <= its)
         assert double.live() == made
         calls = double.calls()
         ends = {"cuMemMap": "cuMemUnmap", "gdr_map_v2": "gdr_unmap", "cuMemHostAlloc": "cuMemFreeHost"}
@@ -212,7 +203,7 @@ def test_the_best_window_that_works_is_taken_and_nothing_is_left_of_the_others(
 
 
 def test_a_window_that_was_asked_for_is_an_error_with_its_reason(tmp_path: Path, double: GpuDouble) -> None:
-    with faulty_daemon(tmp_path, double, SPOILT) as daemon, connect(daemon, "gpu") as client:
+    with daemon_over(tmp_path, double, SPOILT) as daemon, connect(daemon, "gpu") as client:
         for _ in range(3):
             with pytest.raises(WindowError, match=r"^window gdr: the daemon cannot read back .* to bytes \d+ to \d+$"):
                 transport(client, "gdr")
@@ -223,7 +214,7 @@ def test_a_window_that_was_asked_for_is_an_error_with_its_reason(tmp_path: Path,
 
 
 def test_without_any_all_reasons_are_told(tmp_path: Path, double: GpuDouble) -> None:
-    with faulty_daemon(tmp_path, double, f"{SPOILT} copy_spoils=70000") as daemon, connect(daemon, "gpu") as client:
+    with daemon_over(tmp_path, double, f"{SPOILT} copy_spoils=70000") as daemon, connect(daemon, "gpu") as client:
         with pytest.raises(WindowError, match=r"^window gdr: the daemon cannot.*; window staged: the daemon cannot"):
             transport(client, "gdr", "staged")
         assert registered(daemon) == 0

@@ -92,9 +92,16 @@ def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDoubl
         assert double.faults() == []
 
 
+@contextmanager
+def daemon_over(directory: Path, double: GpuDouble, words: str = "") -> Iterator[Daemon]:
+    """Has windows in its GPU's memory, as far as these words let it."""
+    double.set(words)
+    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
+    with Daemon(directory, options=("--nvme-bytes=1GiB", "--copy-threads=2", *libraries)) as daemon:
+        yield daemon
+
+
 @pytest.fixture
 def gpu_daemon(tmp_path: Path, double: GpuDouble) -> Iterator[Daemon]:
-    """Has windows in its GPU's memory."""
-    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
-    with Daemon(tmp_path, options=("--nvme-bytes=1GiB", "--copy-threads=2", *libraries)) as daemon:
+    with daemon_over(tmp_path, double) as daemon:
         yield daemon

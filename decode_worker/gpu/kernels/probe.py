@@ -62,8 +62,7 @@ def ask(window: Window, device: Device, ring: _native.RingProducer, asked: list[
 
 
 class Rounds:
-    """`results`: int64[rounds, 4], of each its outcome (gpu/sync.py), its run's status and fault, and how many words were
-    wrong."""
+    """`results`: int64[rounds, 4], of each its outcome (gpu/sync.py), its run's status and fault, its wrong words."""
 
     def __init__(
         self, window: Window, device: Device, ring: _native.RingProducer, asked: list[Probe], timeout_ns: int

@@ -93,8 +93,8 @@ class SharedWorker {
   void bind(const std::vector<uint32_t>& packs);
   void unbind() { plane_.unbind(id_, 0); }
 
-  // Aborts unless every place of every lane holds its canary, a whole record of that lane of `document` or the line of a
-  // PROBE, and nothing but those was written between the lanes.
+  // Aborts unless every place of every lane holds its canary, a whole record of that lane of `document` or a PROBE's
+  // line, and nothing but those lines was written between the lanes.
   void check_window(uint32_t document, uint32_t records) const;
   Record at(uint32_t layer, uint32_t lane, uint32_t place) const;
   // But for lines of PROBEs, which no unbind ends.

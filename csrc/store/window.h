@@ -30,7 +30,7 @@ class Window {
   virtual void answer(Cell& cell, CellValue value) = 0;
   // A new descriptor by which the worker maps it, the caller's; -1 if it lies in memory that the worker has already.
   virtual int descriptor() const { return -1; }
-  // Whether what the worker sees can be read back, and what that is, behind a fence of this thread; false: nobody knows.
+  // Whether what the worker sees can be read back; and what it is, behind a fence of this thread. False: nobody knows.
   virtual bool readable() const { return false; }
   [[nodiscard]] virtual bool read(uint64_t, uint8_t*, uint64_t) { return false; }
 };

@@ -17,6 +17,7 @@ OP_GATHER: int
 OP_RANGE: int
 OP_STORE: int
 OP_PROMOTE: int  # a hint: nothing is answered
+OP_PROBE: int  # lines into the window, to test it (csrc/core/probe.h)
 OP_CANCEL: int  # arg = an earlier ticket of this ring; its open runs end in ERROR/ABORTED
 STATUS_NONE: int  # not terminal
 STATUS_OK: int
@@ -156,18 +157,20 @@ def hash_select(
     record's. Ties go to the lower token, of units of more than one record to the lower id. Sorted by id; fewer if
     there are fewer. ValueError if a pack does not hold whole units."""
 
-WINDOW_PROBE: bytes  # what the daemon stores into the first and last line of a window in a device's memory
+PROBE_BYTES: int  # of a line
+PROBE_LINES_MAX: int  # of a run
+
+def probe_lines(seed: int, first_line: int, count: int) -> NDArray[np.uint32]:
+    """What a PROBE delivers to these lines of a window: uint32[count, 16]."""
 
 class ImportedWindow:
     """A window in a device's memory, imported from the daemon's descriptor, which the caller keeps."""
 
-    def __init__(self, fd: int, size_bytes: int, cuda_library: str, gpu: int) -> None:
-        """RuntimeError: no driver, no such GPU, or nothing of this size."""
-    address: int  # on the device, of byte 0
-    def read(self, at: int, count: int) -> bytes: ...
-    def write(self, at: int, values: NDArray[np.uint8]) -> None: ...
+    def __init__(self, fd: int, size_bytes: int, for_rdma: bool, cuda_library: str, gpu: int) -> None:
+        """for_rdma: as it was made. RuntimeError: no driver, no such GPU, or nothing of this size."""
+    address: int  # on the device, of byte 0; RuntimeError once closed
     def close(self) -> None:
-        """Idempotent; what else is called afterwards raises RuntimeError."""
+        """Idempotent."""
 
 # --- a decode step (decode_worker/kernels/base.py is the contract) over the tensors of a HeadState ---
 

@@ -182,7 +182,7 @@ KEYS = (
         "window",
         None,
         choice("auto", *WINDOWS.names),
-        "how records reach the kernels' memory; auto: the best that can be had",
+        "how records reach the kernels' memory; auto: the best that works here",
     ),
     Key("graph", None, choice("auto", "off"), "steps replayed as one graph of the device; auto: where it has them"),
     Key(

@@ -38,7 +38,8 @@ class Device(ABC):
 
     @abstractmethod
     def share(self, memory: NDArray[np.uint8], *, read_only: bool = False) -> torch.Tensor:
-        """Mapped host memory as kernels see it, uint8, until `close`. read_only: it is mapped so; nothing may write."""
+        """Mapped host memory as kernels see it, uint8, until `close`; the same again, as often as it is asked for.
+        read_only: it is mapped so; nothing may write."""
 
     @abstractmethod
     def at(self, address: int, size_bytes: int) -> torch.Tensor:
@@ -100,18 +101,20 @@ class Gpu(Device):
     """The first of the GPUs that this process sees."""
 
     torch_device = torch.device("cuda", 0)
-    windows = ("gdr", "bounce")
+    windows = ("gdr", "staged", "bounce")
     wakes = False
     graphs = True
 
     def __init__(self) -> None:
-        self._registered: list[NDArray[np.uint8]] = []
+        self._registered: dict[int, NDArray[np.uint8]] = {}  # by address
 
     def share(self, memory: NDArray[np.uint8], *, read_only: bool = False) -> torch.Tensor:
-        flags = PORTABLE | MAPPED | (READ_ONLY if read_only else 0)
-        _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, flags))
-        self._registered.append(memory)
-        return self.at(memory.ctypes.data, memory.nbytes)
+        address = memory.ctypes.data
+        if address not in self._registered:
+            flags = PORTABLE | MAPPED | (READ_ONLY if read_only else 0)
+            _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, flags))
+            self._registered[address] = memory
+        return self.at(address, memory.nbytes)
 
     def at(self, address: int, size_bytes: int) -> torch.Tensor:
         return torch.as_tensor(_CudaArray(address, size_bytes), device=self.torch_device)
@@ -132,7 +135,7 @@ class Gpu(Device):
         if self._registered:
             self.wait()
         while self._registered:
-            _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(self._registered.pop().ctypes.data))
+            _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(self._registered.popitem()[0]))
 
 
 class CudaGraph:

@@ -49,12 +49,16 @@ def run(
         else:
             _require_daemon(config)
         worker = stack.enter_context(contextlib.closing(Worker(config)))
+        window, refused = worker.windows()
         request = Request(ids, new_tokens, sampling, stop=tuple(stop))
         text, finish, usage = _stream(worker, request, None if as_json else sys.stdout)
     if as_json:
-        print(json.dumps({**report(_figures(usage)), "finish": finish.value, "text": text}, indent=2))
+        told = {"window": window, "windows_refused": refused, "finish": finish.value, "text": text}
+        print(json.dumps({**report(_figures(usage)), **told}, indent=2))
     else:
         print("\n" + summary(usage, finish), file=sys.stderr)
+        for name, reason in refused.items():
+            print(f"window {window}, not {name}: {reason}", file=sys.stderr)
 
 
 def summary(usage: Usage, finish: Finish) -> str:

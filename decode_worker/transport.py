@@ -8,6 +8,7 @@ import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +16,17 @@ from numpy.typing import NDArray
 from decode_worker import _native
 from decode_worker.device import Device
 from decode_worker.policy.plan import NO_PAIRS, Ticket
+from decode_worker.window.base import Window, WindowError
 from decode_worker.window.kinds import WINDOWS
+from decode_worker.window.probes import try_window
 from decode_worker.work import Pieces
-from kvstore_service.client import RingGeometry, StoreClient, StoreError
+from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 
 DATA_LOSS, ABORTED = _native.FAULT_DATA_LOSS, _native.FAULT_ABORTED
 LATE_RETRY_S = 1.0  # after runs whose disk reads or writes were too slow
 PART_ALIGN = 64
 LOOK_S_MIN, LOOK_S_MAX = 20e-6, 1e-3  # between two looks at a ticket that is waited for
+NOT_THIS_WINDOW = ("FAILED_PRECONDITION", "RESOURCE_EXHAUSTED")  # the daemon has none, or no room for one
 BEAT_MARGIN_NS = 500_000_000  # a beat comes every 50 ms, but a loaded machine may delay it
 
 
@@ -46,36 +50,71 @@ class Transport:
         wait_ms: int,
         windows: Sequence[str],
     ) -> None:
-        """windows: by name, the best first; StoreError (FAILED_PRECONDITION) if the daemon has the kind of none.
-        `device` is closed with it."""
+        """windows: by name, the best first. The first one that the daemon has and that works is taken; StoreError or
+        WindowError, with all the reasons, if there is none. `device` is closed with it."""
         self.client = client
         self._device = device
         self.wait_us = wait_ms * 1000
-        kinds = [WINDOWS[name]() for name in windows]
-        memory = client.register_worker(
+        self._posted: deque[Posted] = deque()  # bulk tickets, the oldest first
+        self._next_seq = 0
+        self._moved_s = 0.0  # when a bulk ticket was posted, or a run of one was last seen to have ended
+        register = partial(
+            client.register_worker,
             slots=slots,
             window_bytes=window_bytes,
             staging_bytes=staging_bytes,
             rings=[decode_ring, bulk_ring],
             wait_ms=wait_ms,
-            window_kinds=[kind.kind for kind in kinds],
         )
-        self.pack_tokens = memory.pack_tokens
-        self._posted: deque[Posted] = deque()  # bulk tickets, the oldest first
-        self._next_seq = 0
-        self._moved_s = 0.0  # when a bulk ticket was posted, or a run of one was last seen to have ended
-        with contextlib.closing(memory), contextlib.ExitStack() as undo:
-            made = next(kind for kind in kinds if kind.kind == memory.window_kind)
-            self.window = made(memory.window_fd, memory.window_bytes, device)
+        self.windows_refused: dict[str, str] = {}  # by name, why they were not taken
+        self.window_name = self._first_that_works(windows, register)
+        client.guard(self.require_daemon)
+
+    def _first_that_works(self, windows: Sequence[str], register: Callable[..., WorkerMemory]) -> str:
+        for name in windows:
+            try:
+                self._open(name, register)
+                return name
+            except WindowError as error:
+                refused: Exception = error
+                self.windows_refused[name] = str(error)
+            except StoreError as error:
+                if error.code not in NOT_THIS_WINDOW:
+                    raise
+                refused = error
+                self.windows_refused[name] = error.message
+        reasons = "; ".join(f"window {name}: {reason}" for name, reason in self.windows_refused.items())
+        if isinstance(refused, StoreError):
+            raise StoreError(
+                refused.code, reasons, refused.retry_after_s, refused.violations, refused.request_id, refused.reason
+            )
+        raise WindowError(reasons)
+
+    def _open(self, name: str, register: Callable[..., WorkerMemory]) -> None:
+        """Registers with a window of this name and tries it. After a WindowError nothing is registered any more."""
+        made = WINDOWS[name]()
+        with contextlib.closing(register(window_kinds=[made.kind])) as memory:
+            try:
+                self._map(made, memory)
+            except (RuntimeError, OSError) as error:
+                self.client.unregister_worker(f"window {name}: {error}")
+                raise WindowError(str(error)) from error
+
+    def _map(self, made: type[Window], memory: WorkerMemory) -> None:
+        with contextlib.ExitStack() as undo:
+            self.window = made(memory.window_fd, memory.window_bytes, self._device)
             undo.callback(self.window.close)
-            undo.callback(device.close)
-            self.window.self_test()
-            self._staging_map = mmap.mmap(memory.staging_fd, staging_bytes)
+            undo.callback(self._device.close)  # before what it shares is unmapped, here and below
+            self._staging_map = mmap.mmap(memory.staging_fd, memory.staging_bytes)
             self.staging = Staging(self, np.frombuffer(self._staging_map, dtype=np.uint8))
             undo.callback(self._close_staging)
+            self.pack_tokens = memory.pack_tokens
             self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
-            client.serve_rings()
-            client.guard(self.require_daemon)
+            undo.callback(self.decode.close)
+            undo.callback(self.bulk.close)
+            undo.callback(self._device.close)
+            self.client.serve_rings()
+            try_window(self.window, self._device, self.bulk if self._device.wakes else self.decode, self.wait_us)
             undo.pop_all()
 
     @property

@@ -170,6 +170,10 @@ class Worker:
             *(b - a if a is not None and b is not None else None for a, b in zip(before, after, strict=True)),
         )
 
+    def windows(self) -> tuple[str, dict[str, str]]:
+        """By name: the window in use, and why those before it were not taken."""
+        return self._engine.transport.window_name, self._engine.transport.windows_refused
+
     def counters(self) -> dict[str, float]:
         """The policy's counters since its engine was made (lookups, hits, ...)."""
         return self._engine.policy.counters.as_dict()

@@ -151,6 +151,9 @@ class DataPlane:
     """What there is, the best one first."""
     windows_refused: list[tuple[str, str]]
     """Of `auto`: the kinds that do not work here, and why."""
+    def window_pinned_bytes(self, kind: str) -> int:
+        """The host's memory that each window of this kind holds pinned."""
+
     def close(self) -> None:
         """Poisons every ring, ends the threads, closes files and mappings. Idempotent."""
 

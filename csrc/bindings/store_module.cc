@@ -287,6 +287,9 @@ void bind_data_plane(nb::module_& m) {
            "slots"_a, "owner"_a, "wait_ms"_a = 0, "window"_a = "", NoGil())
       .def("window_descriptor", &DataPlane::window_descriptor, "worker"_a, NoGil())
       .def_prop_ro("window_kinds", [](DataPlane& plane) { return windows_of(plane)->kinds(); })
+      .def(
+          "window_pinned_bytes",
+          [](DataPlane& plane, const std::string& kind) { return windows_of(plane)->pinned_bytes(kind); }, "kind"_a)
       .def_prop_ro("windows_refused", [](DataPlane& plane) { return windows_of(plane)->refused(); })
       .def("add_ring", &DataPlane::add_ring, "worker"_a, "requests_fd"_a, "completions_fd"_a, "geometry"_a,
            "device"_a = false, NoGil())

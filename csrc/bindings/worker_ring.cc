@@ -111,11 +111,8 @@ struct Named {
   Code code;
 };
 
-constexpr Named<Op> kOps[] = {{"GATHER", Op::kGather},
-                              {"RANGE", Op::kRange},
-                              {"STORE", Op::kStore},
-                              {"PROMOTE", Op::kPromote},
-                              {"CANCEL", Op::kCancel}};
+constexpr Named<Op> kOps[] = {{"GATHER", Op::kGather},   {"RANGE", Op::kRange},   {"STORE", Op::kStore},
+                              {"PROMOTE", Op::kPromote}, {"CANCEL", Op::kCancel}, {"PROBE", Op::kProbe}};
 
 constexpr Named<Status> kStatuses[] = {{"NONE", Status::kNone},   {"OK", Status::kOk},
                                        {"MISS", Status::kMiss},   {"ERROR", Status::kError},

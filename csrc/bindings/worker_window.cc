@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/probe.h"
 #include "gpu/device_memory.h"
@@ -15,57 +16,38 @@ using namespace headgate;
 
 namespace {
 
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 class ImportedWindow {
  public:
-  ImportedWindow(int fd, uint64_t bytes, const std::string& cuda_library, int gpu)
-      : bytes_(bytes), memory_(DeviceMemory::import(std::make_shared<CudaDriver>(cuda_library, gpu), bytes, fd)) {}
+  ImportedWindow(int fd, uint64_t bytes, bool for_rdma, const std::string& cuda_library, int gpu)
+      : memory_(DeviceMemory::import(std::make_shared<CudaDriver>(cuda_library, gpu), bytes, for_rdma, fd)) {}
 
-  uint64_t address() const { return memory().address(); }
-  nb::bytes read(uint64_t at, uint64_t count) const {
-    check(at, count);
-    std::string copy(count, '\0');
-    {
-      nb::gil_scoped_release release;
-      memory().driver().read(copy.data(), memory().address() + at, count);
-    }
-    return nb::bytes(copy.data(), copy.size());
-  }
-  void write(uint64_t at, Bytes from) const {
-    check(at, from.shape(0));
-    nb::gil_scoped_release release;
-    memory().driver().write(memory().address() + at, from.data(), from.shape(0));
+  uint64_t address() const {
+    if (!memory_) throw DeviceError("the window is closed");
+    return memory_->address();
   }
   void close() { memory_.reset(); }
 
  private:
-  const DeviceMemory& memory() const {
-    if (!memory_) throw DeviceError("the window is closed");
-    return *memory_;
-  }
-  void check(uint64_t at, uint64_t count) const {
-    if (at > bytes_ || count > bytes_ - at) throw std::invalid_argument("beyond the window's end");
-  }
-
-  const uint64_t bytes_;
   std::unique_ptr<DeviceMemory> memory_;
 };
 
-nb::bytes probe() {
-  std::string bytes;
-  for (uint32_t i = 0; i < kProbeBytes; ++i) bytes.push_back(char(probe_byte(i)));
-  return nb::bytes(bytes.data(), bytes.size());
+nb::object probe_lines(uint32_t seed, uint64_t first, uint64_t count) {
+  auto* lines = new std::vector<uint32_t>(count * kProbeWords);
+  nb::capsule owner(lines, [](void* p) noexcept { delete static_cast<std::vector<uint32_t>*>(p); });
+  for (uint64_t i = 0; i < count; ++i) probe_line(seed, first + i, lines->data() + i * kProbeWords);
+  size_t shape[2] = {count, kProbeWords};
+  return nb::cast(nb::ndarray<nb::numpy, uint32_t>(lines->data(), 2, shape, owner));
 }
 
 }  // namespace
 
 void bind_window(nb::module_& m) {
-  m.attr("WINDOW_PROBE") = probe();
+  m.attr("PROBE_BYTES") = kProbeBytes;
+  m.attr("PROBE_LINES_MAX") = kProbeLinesMax;
+  m.def("probe_lines", &probe_lines, "seed"_a, "first_line"_a, "count"_a);
   nb::class_<ImportedWindow>(m, "ImportedWindow")
-      .def(nb::init<int, uint64_t, const std::string&, int>(), "fd"_a, "size_bytes"_a, "cuda_library"_a, "gpu"_a)
+      .def(nb::init<int, uint64_t, bool, const std::string&, int>(), "fd"_a, "size_bytes"_a, "for_rdma"_a,
+           "cuda_library"_a, "gpu"_a)
       .def_prop_ro("address", &ImportedWindow::address)
-      .def("read", &ImportedWindow::read, "at"_a, "count"_a)
-      .def("write", &ImportedWindow::write, "at"_a, "values"_a)
       .def("close", &ImportedWindow::close);
 }

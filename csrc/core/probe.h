@@ -1,5 +1,5 @@
-// What the daemon stores into the first and the last line of a window in a device's memory before it hands it over, so
-// that the worker can tell whether what is stored at one end is seen at the other.
+// What a PROBE stores into a window (core/ring.h), so that a worker can tell whether its kernels see what the daemon
+// delivers: lines that say who asked for them, and where they belong.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,19 @@
 
 namespace headgate {
 
-inline constexpr uint32_t kProbeBytes = 64;
-HEADGATE_HD constexpr uint8_t probe_byte(uint32_t i) { return uint8_t(0xA5 ^ (i * 29)); }
-// Byte of the last line of a window of `bytes` bytes.
-HEADGATE_HD constexpr uint64_t last_probe(uint64_t bytes) { return (bytes / kProbeBytes - 1) * kProbeBytes; }
+inline constexpr uint32_t kProbeBytes = 64;  // a line
+inline constexpr uint32_t kProbeWords = kProbeBytes / sizeof(uint32_t);
+inline constexpr uint32_t kProbeLinesMax = 1024;  // of a run
+
+// Word `n` of a window, counted from its first byte.
+HEADGATE_HD constexpr uint32_t probe_word(uint32_t seed, uint32_t n) {
+  uint32_t x = n * 0x9e3779b1u;
+  x = (x ^ x >> 16) * 0x85ebca6bu;
+  return seed ^ x ^ x >> 13;
+}
+
+HEADGATE_HD inline void probe_line(uint32_t seed, uint64_t line, uint32_t* to) {
+  for (uint32_t i = 0; i < kProbeWords; ++i) to[i] = probe_word(seed, uint32_t(line * kProbeWords + i));
+}
 
 }  // namespace headgate

@@ -29,10 +29,13 @@ inline constexpr uint32_t kPairsMax = 1u << 24;
 //          [records dense][u16 map, kind 0 only]. OK means written; durable is what finish_upload makes it.
 // PROMOTE  a hint without an answer: read ahead.
 // CANCEL   gives up the open runs of ticket arg; after its OK nothing of them is copied.
+// PROBE    pair_count lines of 64 bytes that say where they belong (core/probe.h) -> the window from byte arg on, a
+//          multiple of 64; generation is their seed. Whatever is bound: it is for a worker that tests its window. The
+//          daemon reads them back where it can; INTERNAL if they are not what it has delivered.
 //
 // The runs of a ticket may name pairs_max pairs together, those of a RANGE 2^24 records;
 // a run that goes beyond ends in INVALID_ARGUMENT.
-enum class Op : uint16_t { kGather = 1, kRange = 2, kStore = 3, kPromote = 4, kCancel = 5 };
+enum class Op : uint16_t { kGather = 1, kRange = 2, kStore = 3, kPromote = 4, kCancel = 5, kProbe = 6 };
 
 enum class Status : uint32_t { kNone = 0, kOk = 1, kMiss = 2, kError = 3, kStale = 4, kPoison = 5 };
 

@@ -93,14 +93,16 @@ class SharedWorker {
   void bind(const std::vector<uint32_t>& packs);
   void unbind() { plane_.unbind(id_, 0); }
 
-  // Aborts unless every place of every lane holds its canary or a whole record of that lane of `document`, and nothing
-  // was written between the lanes.
+  // Aborts unless every place of every lane holds its canary, a whole record of that lane of `document` or a PROBE's
+  // line, and nothing but those lines was written between the lanes.
   void check_window(uint32_t document, uint32_t records) const;
   Record at(uint32_t layer, uint32_t lane, uint32_t place) const;
+  // But for lines of PROBEs, which no unbind ends.
   bool window_is_clear() const;
   void clear_window() { std::memset(window_.data(), kCanary, window_.bytes()); }
 
  private:
+  bool is_clear(uint64_t line) const;
   static uint64_t lane_offset(uint32_t layer, uint32_t lane) {
     return (uint64_t{layer} * kLanes + lane) * (kLaneBytes + kGap) + kGap / 2;
   }

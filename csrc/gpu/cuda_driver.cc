@@ -8,9 +8,12 @@ constexpr int kPinned = 1;           // an allocation's type
 constexpr int kPosixDescriptor = 1;  // a handle's type
 constexpr int kOnDevice = 1;         // a location's type
 constexpr int kReadWrite = 3;
-constexpr int kMinimum = 0;     // of the granularities
-constexpr int kSyncMemops = 6;  // a pointer's attribute
-constexpr int kOwnContext = 0;  // whose writes are flushed
+constexpr int kMinimum = 0;           // of the granularities
+constexpr int kSyncMemops = 6;        // a pointer's attribute
+constexpr int kOwnContext = 0;        // whose writes are flushed
+constexpr int kNotReady = 600;        // of a query
+constexpr unsigned kNonBlocking = 1;  // a stream's flag
+constexpr int kInStreamOrder = 1;     // of a copy's source
 
 }  // namespace
 
@@ -36,7 +39,15 @@ CudaDriver::CudaDriver(const std::string& library, int device) : library_(librar
   library_.find(pointer_set_attribute_, "cuPointerSetAttribute");
   library_.find(memset_, "cuMemsetD8_v2");
   library_.find(copy_to_host_, "cuMemcpyDtoH_v2");
-  library_.find(copy_to_device_, "cuMemcpyHtoD_v2");
+  library_.find(stream_create_, "cuStreamCreate");
+  library_.find(stream_destroy_, "cuStreamDestroy_v2");
+  library_.find(stream_query_, "cuStreamQuery");
+  library_.find(host_alloc_, "cuMemHostAlloc");
+  library_.find(host_free_, "cuMemFreeHost");
+  library_.find(begin_to_device_, "cuMemcpyHtoDAsync_v2");
+  library_.find(begin_to_host_, "cuMemcpyDtoHAsync_v2");
+  library_.find_if_any(batch_, "cuMemcpyBatchAsync_v2");
+  library_.find_if_any(batch_12_, "cuMemcpyBatchAsync");
   check(init_(0), "cuInit");
   check(device_get_(&device_, device), "cuDeviceGet");
   check(primary_retain_(&context_, device_), "cuDevicePrimaryCtxRetain");
@@ -64,25 +75,25 @@ void CudaDriver::flush_writes() const {
   check(flush_(kOwnContext, cuda::kOrderedOwner), "cuFlushGPUDirectRDMAWrites");
 }
 
-cuda::AllocationShape CudaDriver::shape() const {
+cuda::AllocationShape CudaDriver::shape(bool for_rdma) const {
   cuda::AllocationShape shape{};
   shape.type = kPinned;
   shape.handle_types = kPosixDescriptor;
   shape.location = {kOnDevice, device_};
-  shape.rdma = 1;
+  shape.rdma = for_rdma;
   return shape;
 }
 
-uint64_t CudaDriver::granularity() const {
+uint64_t CudaDriver::granularity(bool for_rdma) const {
   size_t bytes = 0;
-  cuda::AllocationShape wanted = shape();
+  cuda::AllocationShape wanted = shape(for_rdma);
   check(mem_granularity_(&bytes, &wanted, kMinimum), "cuMemGetAllocationGranularity");
   return bytes;
 }
 
-cuda::Allocation CudaDriver::create(uint64_t bytes) const {
+cuda::Allocation CudaDriver::create(uint64_t bytes, bool for_rdma) const {
   cuda::Allocation made = 0;
-  cuda::AllocationShape wanted = shape();
+  cuda::AllocationShape wanted = shape(for_rdma);
   check(mem_create_(&made, bytes, &wanted, 0), "cuMemCreate");
   return made;
 }
@@ -123,6 +134,8 @@ void CudaDriver::synchronise_copies(cuda::Pointer at) const {
 void CudaDriver::zero(cuda::Pointer at, uint64_t bytes) const {
   enter();
   check(memset_(at, 0, bytes), "cuMemsetD8");
+  uint8_t last;  // a fill returns before it has ended, a copy behind it does not
+  read(&last, at + bytes - 1, 1);
 }
 
 void CudaDriver::read(void* to, cuda::Pointer from, uint64_t bytes) const {
@@ -130,9 +143,42 @@ void CudaDriver::read(void* to, cuda::Pointer from, uint64_t bytes) const {
   check(copy_to_host_(to, from, bytes), "cuMemcpyDtoH");
 }
 
-void CudaDriver::write(cuda::Pointer to, const void* from, uint64_t bytes) const {
-  enter();
-  check(copy_to_device_(to, from, bytes), "cuMemcpyHtoD");
+cuda::Stream CudaDriver::make_stream() const {
+  cuda::Stream stream = nullptr;
+  check(stream_create_(&stream, kNonBlocking), "cuStreamCreate");
+  return stream;
+}
+
+uint8_t* CudaDriver::pin(uint64_t bytes) const {
+  void* memory = nullptr;
+  check(host_alloc_(&memory, bytes, 0), "cuMemHostAlloc");
+  return static_cast<uint8_t*>(memory);
+}
+
+void CudaDriver::begin_copies(std::vector<cuda::Pointer>& to, std::vector<cuda::Pointer>& from,
+                              std::vector<size_t>& bytes, cuda::Stream stream) const {
+  cuda::CopyAttributes ordered{};
+  ordered.source_order = kInStreamOrder;
+  size_t first = 0, failed = 0;  // the attributes hold from the first piece on
+  if (batch_) {
+    check(batch_(to.data(), from.data(), bytes.data(), to.size(), &ordered, &first, 1, stream), "cuMemcpyBatchAsync");
+  } else if (batch_12_) {
+    check(batch_12_(to.data(), from.data(), bytes.data(), to.size(), &ordered, &first, 1, &failed, stream),
+          "cuMemcpyBatchAsync");
+  } else {
+    for (size_t i = 0; i < to.size(); ++i)
+      check(begin_to_device_(to[i], reinterpret_cast<const void*>(from[i]), bytes[i], stream), "cuMemcpyHtoDAsync");
+  }
+}
+
+void CudaDriver::begin_read(uint8_t* to, cuda::Pointer from, uint64_t bytes, cuda::Stream stream) const {
+  check(begin_to_host_(to, from, bytes, stream), "cuMemcpyDtoHAsync");
+}
+
+bool CudaDriver::has_ended(cuda::Stream stream) const {
+  const int result = stream_query_(stream);
+  if (result != kNotReady) check(result, "cuStreamQuery");
+  return result != kNotReady;
 }
 
 }  // namespace headgate

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "gpu/library.h"
 
@@ -13,6 +14,7 @@ namespace cuda {
 
 using Pointer = unsigned long long;
 using Allocation = unsigned long long;
+using Stream = void*;
 
 struct Location {
   int type;
@@ -34,6 +36,12 @@ struct Access {
   int flags;
 };
 static_assert(sizeof(Access) == 12);
+struct CopyAttributes {
+  int source_order;
+  Location source, target;  // hints, for memory that the driver moves
+  unsigned flags;
+};
+static_assert(sizeof(CopyAttributes) == 24);
 
 enum Attribute : int {
   kVirtualMemory = 102,
@@ -63,9 +71,9 @@ class CudaDriver {
   // Until what has arrived over the bus is visible on the device, for kernels that run too. On a thread that `enter`s.
   void flush_writes() const;
 
-  // Device memory that can be exported as a descriptor, and mapped by GDRCopy.
-  uint64_t granularity() const;
-  cuda::Allocation create(uint64_t bytes) const;
+  // Device memory that can be exported as a descriptor; for_rdma: and mapped by GDRCopy.
+  uint64_t granularity(bool for_rdma) const;
+  cuda::Allocation create(uint64_t bytes, bool for_rdma) const;
   int export_descriptor(cuda::Allocation allocation) const;
   cuda::Allocation import_descriptor(int fd) const;
   void release(cuda::Allocation allocation) const { mem_release_(allocation); }
@@ -77,13 +85,25 @@ class CudaDriver {
   // Copies of the driver wait for what others store there.
   void synchronise_copies(cuda::Pointer at) const;
 
+  // These return when they have ended.
   void zero(cuda::Pointer at, uint64_t bytes) const;
   void read(void* to, cuda::Pointer from, uint64_t bytes) const;
-  void write(cuda::Pointer to, const void* from, uint64_t bytes) const;
+
+  // A stream that waits for no other, and none for it, and memory of the host that it copies from and to by itself. Its
+  // calls are made on a thread that `enter`s, and return before what they begin has ended.
+  cuda::Stream make_stream() const;
+  void end_stream(cuda::Stream stream) const { stream_destroy_(stream); }
+  uint8_t* pin(uint64_t bytes) const;
+  void unpin(uint8_t* memory) const { host_free_(memory); }
+  // to[i], from[i], bytes[i]: a piece, of pinned memory; in any order.
+  void begin_copies(std::vector<cuda::Pointer>& to, std::vector<cuda::Pointer>& from, std::vector<size_t>& bytes,
+                    cuda::Stream stream) const;
+  void begin_read(uint8_t* to, cuda::Pointer from, uint64_t bytes, cuda::Stream stream) const;
+  bool has_ended(cuda::Stream stream) const;
 
  private:
   void check(int result, const char* call) const;
-  cuda::AllocationShape shape() const;
+  cuda::AllocationShape shape(bool for_rdma) const;
 
   const Library library_;
   int device_ = 0;
@@ -110,7 +130,17 @@ class CudaDriver {
   int (*pointer_set_attribute_)(const void*, int, cuda::Pointer);
   int (*memset_)(cuda::Pointer, unsigned char, size_t);
   int (*copy_to_host_)(void*, cuda::Pointer, size_t);
-  int (*copy_to_device_)(cuda::Pointer, const void*, size_t);
+  int (*stream_create_)(cuda::Stream*, unsigned);
+  int (*stream_destroy_)(cuda::Stream);
+  int (*stream_query_)(cuda::Stream);
+  int (*host_alloc_)(void**, size_t, unsigned);
+  int (*host_free_)(void*);
+  int (*begin_to_device_)(cuda::Pointer, const void*, size_t, cuda::Stream);
+  int (*begin_to_host_)(void*, cuda::Pointer, size_t, cuda::Stream);
+  // Of CUDA 13, and of 12.8.
+  int (*batch_)(cuda::Pointer*, cuda::Pointer*, size_t*, size_t, cuda::CopyAttributes*, size_t*, size_t, cuda::Stream);
+  int (*batch_12_)(cuda::Pointer*, cuda::Pointer*, size_t*, size_t, cuda::CopyAttributes*, size_t*, size_t, size_t*,
+                   cuda::Stream);
 };
 
 }  // namespace headgate

@@ -11,14 +11,16 @@ namespace headgate {
 // In whole granules. The one end's mapping outlives the other end.
 class DeviceMemory {
  public:
-  // Zeroed: nobody else's bytes are in it. DeviceError.
-  DeviceMemory(std::shared_ptr<CudaDriver> driver, uint64_t bytes) : DeviceMemory(std::move(driver), bytes, -1) {
-    driver_->synchronise_copies(address_);
+  // Zeroed: nobody else's bytes are in it. for_rdma: GDRCopy can map it. DeviceError.
+  DeviceMemory(std::shared_ptr<CudaDriver> driver, uint64_t bytes, bool for_rdma)
+      : DeviceMemory(std::move(driver), bytes, for_rdma, -1) {
+    if (for_rdma) driver_->synchronise_copies(address_);
     driver_->zero(address_, bytes_);
   }
-  // What another process made with so many bytes; the caller keeps the descriptor. DeviceError.
-  static std::unique_ptr<DeviceMemory> import(std::shared_ptr<CudaDriver> driver, uint64_t bytes, int fd) {
-    return std::unique_ptr<DeviceMemory>(new DeviceMemory(std::move(driver), bytes, fd));
+  // What another process made with the same numbers; the caller keeps the descriptor. DeviceError.
+  static std::unique_ptr<DeviceMemory> import(std::shared_ptr<CudaDriver> driver, uint64_t bytes, bool for_rdma,
+                                              int fd) {
+    return std::unique_ptr<DeviceMemory>(new DeviceMemory(std::move(driver), bytes, for_rdma, fd));
   }
 
   CudaDriver& driver() const { return *driver_; }
@@ -28,11 +30,11 @@ class DeviceMemory {
   int descriptor() const { return driver_->export_descriptor(allocation_); }
 
  private:
-  DeviceMemory(std::shared_ptr<CudaDriver> driver, uint64_t bytes, int fd) : driver_(std::move(driver)) {
+  DeviceMemory(std::shared_ptr<CudaDriver> driver, uint64_t bytes, bool for_rdma, int fd) : driver_(std::move(driver)) {
     driver_->enter();
-    const uint64_t granule = driver_->granularity();
+    const uint64_t granule = driver_->granularity(for_rdma);
     bytes_ = (bytes + granule - 1) / granule * granule;
-    allocation_ = fd < 0 ? driver_->create(bytes_) : driver_->import_descriptor(fd);
+    allocation_ = fd < 0 ? driver_->create(bytes_, for_rdma) : driver_->import_descriptor(fd);
     undo_.add([this] { driver_->release(allocation_); });
     address_ = driver_->reserve(bytes_, granule);
     undo_.add([this] { driver_->unreserve(address_, bytes_); });

@@ -41,7 +41,9 @@ DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent
         EngineOptions{i, o.io_depth, o.spin_us, std::max(kBulkBytes / o.copy_threads, kBulkBytesMin)}, frames_,
         counters_, trace_, [this] { nudge(); }));
   load_.resize(o.copy_threads);
-  windows_ = std::make_shared<Windows>(o.window);
+  WindowSettings window = o.window;
+  window.threads = o.copy_threads;
+  windows_ = std::make_shared<Windows>(window);
 }
 
 DataPlane::~DataPlane() { close(); }

@@ -1,13 +1,11 @@
-// A window in a device's memory, which the daemon allocates, maps through the device's BAR, and stores to directly.
+// A window in a device's memory that the daemon maps through the device's BAR, and stores to directly.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 
-#include "gpu/device_memory.h"
 #include "gpu/gdr_library.h"
-#include "store/window.h"
+#include "store/device_window.h"
 
 namespace headgate {
 
@@ -15,7 +13,7 @@ namespace headgate {
 class GdrDevice {
  public:
   // FAILED_PRECONDITION with what is missing.
-  explicit GdrDevice(const WindowSettings& settings);
+  GdrDevice(std::shared_ptr<CudaDriver> driver, const WindowSettings& settings);
 
   const std::shared_ptr<CudaDriver>& driver() const { return driver_; }
   GdrLibrary& gdr() { return gdr_; }
@@ -29,28 +27,20 @@ class GdrDevice {
   GdrLibrary gdr_;
 };
 
-class GdrWindow : public Window {
+class GdrWindow : public DeviceWindow {
  public:
+  // FAILED_PRECONDITION, RESOURCE_EXHAUSTED.
   GdrWindow(std::shared_ptr<GdrDevice> device, uint64_t bytes);
   void deliver(const uint8_t* const* from, const uint64_t* to, size_t count, uint32_t bytes, bool past_caches) override;
-  bool fence() override;
-  void answer(Cell& cell, CellValue value) override { store_cell(cell, value); }
-  int descriptor() const override { return memory_.descriptor(); }
-
-  // Stores patterns and reads them back from both ends. FAILED_PRECONDITION if they differ.
-  void self_test();
 
  private:
-  void flush();
-  void push_probe();
+  void flush() override;
+  void read_back(uint64_t from, uint8_t* to, uint64_t bytes) override;
 
   const std::shared_ptr<GdrDevice> device_;
-  const uint64_t bytes_;  // that the worker asked for
-  DeviceMemory memory_;
   GdrLibrary::Handle pinned_{};
   uint8_t* mapping_ = nullptr;
-  std::atomic<bool> broken_{false};
-  Undo undo_;  // last: the mapping goes before its pin, and both before the memory
+  Undo undo_;  // the mapping goes before its pin, and both before the memory
 };
 
 }  // namespace headgate

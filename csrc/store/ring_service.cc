@@ -41,6 +41,7 @@ RingService::RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes
       io_(io_depth),
       gather_(frames, io_, counters),
       store_(io_, counters),
+      probe_(counters),
       ahead_(frames, gather_, io_, counters),
       hints_(frames, ahead_, counters),
       transfers_(io_, gather_, store_, ahead_, bulk_bytes_max) {
@@ -243,6 +244,10 @@ Status RingService::admit(RunTask& t) {
     t.fault = store_.begin(t);
     return t.fault == Fault::kNone ? Status::kOk : Status::kError;
   }
+  if (t.op == Op::kProbe) {
+    t.fault = ProbePath::begin(t);
+    return t.fault == Fault::kNone ? Status::kOk : Status::kError;
+  }
   t.fault = Fault::kInvalidArgument;
   if ((t.op != Op::kGather && t.op != Op::kRange) || t.run.slot >= t.shard->slots.size()) return Status::kError;
   const Slot& slot = t.shard->slots[t.run.slot];
@@ -283,7 +288,9 @@ void RingService::step(RunTask& t, bool may_read, uint64_t& cost) {
   Need need;
   try {
     if (t.op == Op::kStore && t.faults.fails()) t.fault = Fault::kInternal;
-    need = t.op == Op::kStore ? store_.step(t) : gather_.step(t, may_read, cost);
+    need = t.op == Op::kStore   ? store_.step(t)
+           : t.op == Op::kProbe ? probe_.step(t, cost)
+                                : gather_.step(t, may_read, cost);
   } catch (const std::bad_alloc&) {
     gather_.release(t);
     t.fault = Fault::kResourceExhausted;

@@ -12,6 +12,7 @@
 #include "store/gather_path.h"
 #include "store/hints.h"
 #include "store/io_engine.h"
+#include "store/probe_path.h"
 #include "store/read_ahead.h"
 #include "store/ring_work.h"
 #include "store/store_path.h"
@@ -97,6 +98,7 @@ class RingService {
   IoEngine io_;
   GatherPath gather_;
   StorePath store_;
+  ProbePath probe_;
   ReadAhead ahead_;
   Hints hints_;
   Transfers transfers_;

@@ -36,7 +36,9 @@ struct Shard {
     bool upload;  // or a slot
     uint32_t number;
     size_t ring;  // those before it have none of its runs
-    bool has(const Run& run, Op op) const { return upload == (op == Op::kStore) && number == run.slot; }
+    bool has(const Run& run, Op op) const {
+      return op != Op::kProbe && upload == (op == Op::kStore) && number == run.slot;
+    }
   };
   std::optional<Leaving> leaving;
 };

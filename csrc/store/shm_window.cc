@@ -1,6 +1,7 @@
 #include "store/shm_window.h"
 
 #include <atomic>
+#include <cstring>
 
 #include "store/gather.h"
 
@@ -22,6 +23,11 @@ bool ShmWindow::fence() {
 #else
   std::atomic_thread_fence(std::memory_order_release);
 #endif
+  return true;
+}
+
+bool ShmWindow::read(uint64_t from, uint8_t* to, uint64_t bytes) {
+  std::memcpy(to, memory_.data() + from, bytes);
   return true;
 }
 

@@ -12,6 +12,8 @@ class ShmWindow : public Window {
   void deliver(const uint8_t* const* from, const uint64_t* to, size_t count, uint32_t bytes, bool past_caches) override;
   bool fence() override;
   void answer(Cell& cell, CellValue value) override { store_cell(cell, value); }
+  bool readable() const override { return true; }
+  bool read(uint64_t from, uint8_t* to, uint64_t bytes) override;
 
  private:
   Mapping memory_;

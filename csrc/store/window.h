@@ -30,12 +30,16 @@ class Window {
   virtual void answer(Cell& cell, CellValue value) = 0;
   // A new descriptor by which the worker maps it, the caller's; -1 if it lies in memory that the worker has already.
   virtual int descriptor() const { return -1; }
+  // Whether what the worker sees can be read back; and what it is, behind a fence of this thread. False: nobody knows.
+  virtual bool readable() const { return false; }
+  [[nodiscard]] virtual bool read(uint64_t, uint8_t*, uint64_t) { return false; }
 };
 
 struct WindowSettings {
   std::string kind = "shm";  // of window_kinds(), or "auto": all that can be had
   std::string cuda_library = "libcuda.so.1", gdr_library = "libgdrapi.so.2";
   int gpu = 0;
+  uint32_t threads = 1;  // that deliver at once
 };
 
 // The kinds of windows that there are, the best one first, and those of them that lie in a device's memory.
@@ -50,6 +54,8 @@ class Windows {
 
   // The best one first; never none.
   std::vector<std::string> kinds() const;
+  // The host's memory that each window of a kind holds pinned, in bytes.
+  uint64_t pinned_bytes(const std::string& kind) const;
   // With `auto`: those that cannot be had, and why.
   const std::vector<std::pair<std::string, std::string>>& refused() const { return refused_; }
   // Of `bytes` bytes: over the memory `fd`, or in a device's (fd is ignored). kind: one of kinds(), or "" for the best.
@@ -59,6 +65,7 @@ class Windows {
  private:
   using Make = std::function<std::unique_ptr<Window>(int fd, uint64_t bytes)>;
 
+  const uint32_t threads_;
   std::vector<std::pair<std::string, Make>> made_;
   std::vector<std::pair<std::string, std::string>> refused_;
 };

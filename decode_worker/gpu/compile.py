@@ -33,6 +33,8 @@ from decode_worker.kernels.state import HeadState
 from decode_worker.policy.plan import QueryKind
 from decode_worker.policy.settings import PolicySettings
 from decode_worker.retrieval.hash import HashRetriever
+from decode_worker.window.base import Window
+from decode_worker.window.probes import probes
 
 TARGETS = ("sm_80", "sm_90")
 WARP = 32
@@ -105,6 +107,7 @@ def every_kernel(target: str) -> Iterator[Compiled]:
 def launch_all(dtype: torch.dtype, group: int, d: int, rows: int = 4, heads: int = 8) -> None:
     """Every launch of a step of one layer, with a ring, and those of the halves that tests call."""
     from decode_worker.gpu.kernels import arrive, gather
+    from decode_worker.gpu.kernels.probe import Rounds
     from decode_worker.gpu.set import TritonKernels
 
     settings = made_settings(2 * d * dtype.itemsize, group, d, rows, heads)
@@ -144,6 +147,7 @@ def launch_all(dtype: torch.dtype, group: int, d: int, rows: int = 4, heads: int
     kernels.commit(1, None)
     pairs, words = torch.zeros((8, 4096, 2), dtype=torch.int32), window.view(torch.int32)
     wishes = arrive.Wishes(2, rows * heads, state.parity.device)
+    Rounds(cast(Window, SimpleNamespace(tensor=window, landing=window)), Host(), ring, probes(len(window)), 1).launch()
     for offsets in (None, torch.zeros((8, 4096), dtype=torch.int64)):
         gather.gather(state, 1, wishes, pairs, offsets, words, words, settings.record_bytes, 8)
 

@@ -34,7 +34,9 @@ class Requests:
 
 
 def map_ring(ring: _native.RingProducer, device: Device, error: torch.Tensor) -> tuple[Requests, torch.Tensor]:
-    """The requests, and the cells: int64[tickets, runs_max, 2]. Valid until the ring or the device is closed."""
+    """The requests, and the cells: int64[tickets, runs_max, 2]. Valid until the ring or the device is closed.
+
+    Nothing of the ring is under way: the next ticket is the one behind those that are consumed."""
     at, requests = ring.layout, device.share(ring.requests)
     completions = device.share(ring.completions, read_only=True)
 
@@ -43,14 +45,15 @@ def map_ring(ring: _native.RingProducer, device: Device, error: torch.Tensor) ->
         return memory[at[name] : at[name] + size].view(dtype).view(shape)
 
     n, runs_max = ring.tickets, ring.runs_max
+    consumed = part(completions, "consumed", torch.int64, 1)
     return Requests(
         tickets=part(requests, "tickets", torch.int32, n, 16),
         runs=part(requests, "runs", torch.int32, n, runs_max, 8),
         pairs=part(requests, "pairs", torch.int32, n, ring.pairs_max, 2),
         own_poison=part(requests, "poison", torch.int64, 1),
         peer_poison=part(completions, "daemon_poison", torch.int64, 1),
-        consumed=part(completions, "consumed", torch.int64, 1),
-        next_number=torch.ones(1, dtype=torch.int64, device=device.torch_device),
+        consumed=consumed,
+        next_number=consumed + 1,
         error=error,
         ended=torch.zeros(1, dtype=torch.int32, device=device.torch_device),
     ), part(completions, "cells", torch.int64, n, runs_max, 2)

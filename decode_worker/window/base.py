@@ -8,6 +8,10 @@ import torch
 from decode_worker.device import Device
 
 
+class WindowError(RuntimeError):
+    """A window that does not work here, and why."""
+
+
 class Window(ABC):
     """All slots' places. `kind`: what the daemon must make of its end (docs/architecture.md).
 
@@ -22,10 +26,6 @@ class Window(ABC):
     @abstractmethod
     def __init__(self, fd: int, size_bytes: int, device: Device) -> None:
         """fd: what the daemon handed out for it; the caller closes it."""
-
-    @abstractmethod
-    def self_test(self) -> None:
-        """Before anything is delivered: RuntimeError unless what is written at one end is seen at the other."""
 
     def take(self, first: int, size_bytes: int) -> None:
         """What the host's own tickets have delivered there is where kernels find it, from now on."""

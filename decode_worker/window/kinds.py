@@ -27,6 +27,13 @@ def _bounce() -> type[Window]:
     return BounceWindow
 
 
+@WINDOWS.register("staged")
+def _staged() -> type[Window]:
+    from decode_worker.window.staged import StagedWindow
+
+    return StagedWindow
+
+
 @WINDOWS.register("gdr")
 def _gdr() -> type[Window]:
     from decode_worker.window.gdr import GdrWindow

@@ -15,6 +15,7 @@ from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.shared import memory, wire
 from kvstore_service.shared.settings import default_broker, default_socket
 from kvstore_service.shared.types import (
+    REASON_LETTERS_MAX,
     CommittedPack,
     Layout,
     PackRef,
@@ -100,7 +101,7 @@ class StoreClient(Client):
         wait_ms: int = 0,
         window_kinds: Sequence[str] = (),
     ) -> WorkerMemory:
-        """Allocates this worker's memory in the daemon; once per client. The caller closes the result.
+        """Allocates this worker's memory in the daemon, until `unregister_worker`. The caller closes the result.
 
         window_kinds: those that this worker can map (default: shm); it gets the best that the daemon has, or
         FAILED_PRECONDITION.
@@ -125,6 +126,13 @@ class StoreClient(Client):
 
         FAILED_PRECONDITION if nothing is registered; any error ends the registration."""
         self._call(self._stub.ServeRings, pb.ServeRingsRequest(), COMMIT_TIMEOUT_S)
+
+    def unregister_worker(self, reason: str) -> None:
+        """Gives this worker's memory back to the daemon, whose log says why; it may register anew.
+
+        FAILED_PRECONDITION while a slot is bound."""
+        request = pb.UnregisterWorkerRequest(reason=reason[:REASON_LETTERS_MAX])
+        self._call(self._stub.UnregisterWorker, request, COMMIT_TIMEOUT_S)
 
     def open_session(self, layout: Layout, declared_max_tokens: int) -> str:
         """Returns the session's id. RESOURCE_EXHAUSTED at sessions_max."""

@@ -16,12 +16,14 @@ import pytest
 from decode_worker._native import (
     OP_CANCEL,
     OP_GATHER,
+    OP_PROBE,
     OP_PROMOTE,
     OP_RANGE,
     OP_STORE,
     REQUESTS_HEADER_BYTES,
     RUN_DTYPE,
     RingPoisoned,
+    probe_lines,
 )
 from kvstore_service._native import NativeError, RingGeometry
 from tests.support.rig import CANARY, ERROR, INVALID_ARGUMENT, OK, Rig, mapped, memfd, run, spec
@@ -31,10 +33,15 @@ BAD = [ERROR, INVALID_ARGUMENT]
 
 
 def outside_is_untouched(rig: Rig) -> bool:
+    """But for whole lines of PROBEs, which belong where they are."""
     inside = np.zeros(rig.window_bytes, bool)
     for offset, places in rig.windows.reshape(-1, 2).astype(int):
         inside[offset : offset + places * 512] = True
-    return bool((rig.window[~inside] == CANARY).all())
+    outside = ~inside.reshape(-1, 64)[:, 0]
+    lines = rig.window.view(np.uint32).reshape(-1, 16)
+    seeds = lines ^ probe_lines(0, 0, len(lines))
+    probed = (seeds == seeds[:, :1]).all(1)
+    return bool((probed | (rig.window.reshape(-1, 64) == CANARY).all(1))[outside].all())
 
 
 def test_every_number_is_checked(directory, rng):
@@ -55,7 +62,7 @@ def test_every_number_is_checked(directory, rng):
         assert rig.ask(OP_RANGE, 65535, run(0, epoch, pair_count=1)).tolist() == [BAD]
         assert rig.ask(OP_RANGE, 0, run(4, epoch, pair_count=1)).tolist() == [BAD]
         assert rig.ask(OP_RANGE, 0, run(top, epoch, pair_count=1)).tolist() == [BAD]
-        for op in (0, 6, 255, 65535):
+        for op in (0, 7, 255, 65535):
             assert rig.ask(op, 0, run(0, epoch, pair_count=1)).tolist() == [BAD]
         for record, place in [(512, 0), (0, 100), (top, 0), (0, top)]:
             pairs = np.array([[0, 0], [record, place], [1, 1]], np.uint32)
@@ -206,7 +213,7 @@ def post_until_poisoned(hostile: Rig, epoch: int, upload: int, rng, tickets: int
     pairs_at = runs_at + g.tickets * g.runs_max * RUN
     for seq in range(1, tickets + 1):
         slot = seq % g.tickets
-        op = int(rng.choice([OP_GATHER, OP_GATHER, OP_RANGE, OP_STORE, OP_PROMOTE, OP_CANCEL]))
+        op = int(rng.choice([OP_GATHER, OP_GATHER, OP_RANGE, OP_STORE, OP_PROMOTE, OP_CANCEL, OP_PROBE]))
         runs = np.concatenate(
             [run(upload if op == OP_STORE else 0, epoch, pair_count=64, lane=i % 2) for i in range(g.runs_max)]
         )

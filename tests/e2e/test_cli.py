@@ -59,6 +59,7 @@ def test_generate_says_in_json_what_it_took_and_reused(tmp_path: Path, checkpoin
         flags += ["--context", "2048", "--socket", daemon.socket, "--broker", daemon.broker, "--json"]
         first, second = (json.loads(run(tmp_path, *flags).stdout) for _ in range(2))
     assert (first["finish"], first["text"]) == ("length", second["text"])
+    assert (first["window"], first["windows_refused"]) == ("shm", {})
     assert len(first["text"].split()) == 6
     for shown, reused in ((first, 0), (second, 1024)):
         figures = {figure["name"]: figure["value"] for figure in shown["figures"]}
@@ -66,6 +67,12 @@ def test_generate_says_in_json_what_it_took_and_reused(tmp_path: Path, checkpoin
         assert figures["time_to_first_token"] > 0
         assert figures["decode"] > 0
         assert 0 < figures["prefill_share"] < 1
+
+
+@pytest.mark.timeout(90)
+def test_a_window_that_cannot_be_had_is_one_line_with_the_reason(tmp_path: Path, checkpoint: Path) -> None:
+    flags = ["--model", str(checkpoint), "--prompt-file", prompt_file(tmp_path, b"w1 w2"), "--private"]
+    assert_one_line(run(tmp_path, *flags, "--window", "staged"), 1, "window staged: the daemon's windows are shm")
 
 
 @pytest.mark.timeout(90)

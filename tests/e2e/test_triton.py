@@ -1,20 +1,23 @@
 """The kernels for a GPU, interpreted, in an engine on a real daemon: the same tokens as the CPU's, over each window."""
 
+import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from decode_worker import _native
+from decode_worker import _native, generate
 from decode_worker.config import WorkerConfig
 from decode_worker.engine.engine import Engine
 from decode_worker.model.sampling import Sampling
 from decode_worker.policy.counters import Counters
 from decode_worker.policy.settings import STAGGER
+from decode_worker.window.base import WindowError
 from decode_worker.window.kinds import WINDOWS
 from tests.support.daemon_process import Daemon
-from tests.support.gpu_double import GpuDouble, double, gpu_daemon
+from tests.support.gpu_double import GpuDouble, daemon_over, double, gpu_daemon
 from tests.support.interpreter import bounded, patched_once
 from tests.support.pretend_gpu import PretendGpu, gpu
 
@@ -28,14 +31,21 @@ PROMPTS = (1023, 300, 530)
 SAMPLINGS = (Sampling(1.0, seed=1), Sampling(0.7, 0.9, 20, seed=2), Sampling())
 
 
+def engine_of(config: WorkerConfig, gpu: PretendGpu) -> Engine:
+    """Whose graphs, `gpu.made`, are those of its steps."""
+    engine = Engine(config)
+    gpu.made.clear()
+    return engine
+
+
 def decoded(
-    daemon: Daemon, checkpoint: Path, expected: str, **settings: object
+    daemon: Daemon, checkpoint: Path, gpu: PretendGpu, prompts: tuple[int, ...], expected: str, **settings: object
 ) -> tuple[torch.Tensor, list[int], Counters]:
-    """Logits of steps of one session, then of three, of which one grows; their tokens, and what they count."""
+    """Logits of steps of one session, which grows, then of all; their tokens, and what they count."""
     config = WorkerConfig(**worker_settings(daemon, checkpoint, **SETTINGS, **settings))
-    with closing(Engine(config)) as engine:
+    with closing(engine_of(config, gpu)) as engine:
         assert type(engine.transport.window) is WINDOWS[expected]()
-        sessions, last = zip(*(engine.prefill(random_ids(n, n), growth=2 * STEPS) for n in PROMPTS), strict=True)
+        sessions, last = zip(*(engine.prefill(random_ids(n, n), growth=2 * STEPS) for n in prompts), strict=True)
         stored, seen, chosen = sessions[0].stored, list(last), list[int]()
         tokens = [int(row.argmax()) for row in last]
         for together in (1, len(sessions)):
@@ -57,16 +67,20 @@ def decoded(
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
-    ("window", "settings"),
-    [("gdr", {}), ("bounce", {"window": "bounce", "sync": "layer"})],
-    ids=["gdr", "bounce-layer"],
+    ("window", "prompts", "settings"),
+    [
+        ("gdr", PROMPTS, {}),
+        ("staged", PROMPTS[:1], {"window": "staged"}),
+        ("bounce", PROMPTS, {"window": "bounce", "sync": "layer"}),
+    ],
+    ids=["gdr", "staged", "bounce-layer"],
 )
 def test_an_engine_on_a_gpu_says_what_one_on_the_cpu_says(
-    gpu_daemon: Daemon, double: GpuDouble, checkpoint: Path, gpu: PretendGpu, window: str, settings: dict[str, str],
-    bounded: None, patched_once: None,
+    gpu_daemon: Daemon, double: GpuDouble, checkpoint: Path, gpu: PretendGpu, window: str,
+    prompts: tuple[int, ...], settings: dict[str, str], bounded: None, patched_once: None,
 ) -> None:  # fmt: skip
-    right, tokens, counted = decoded(gpu_daemon, checkpoint, "shm")
-    mine, tokens_too, counted_too = decoded(gpu_daemon, checkpoint, window, kernels="triton", **settings)
+    right, tokens, counted = decoded(gpu_daemon, checkpoint, gpu, prompts, "shm")
+    mine, tokens_too, counted_too = decoded(gpu_daemon, checkpoint, gpu, prompts, window, kernels="triton", **settings)
     torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-3)
     assert mine.argmax(-1).tolist() == right.argmax(-1).tolist()
     assert tokens_too == tokens, "drawn ones, too"
@@ -74,7 +88,29 @@ def test_an_engine_on_a_gpu_says_what_one_on_the_cpu_says(
     assert counted.records_moved > 0
     assert counted.hits > 0
     parts = LAYERS + 1 if "sync" in settings else 1
-    assert [graph.replays for graph in gpu.made] == [STEPS - 2] * 2 * parts, "of one row, and of four"
+    replays = [STEPS - 2] * 2 if len(prompts) > 1 else [2 * STEPS - 2]
+    assert [graph.replays for graph in gpu.made] == replays * parts, "of one row, and of four"
+
+
+@pytest.mark.timeout(200)
+def test_generate_tells_which_window_it_took_and_why_not_the_others(
+    double: GpuDouble, checkpoint: Path, gpu: PretendGpu, patched_once: None, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One token, which comes of the prompt: there is no step."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(" ".join(f"w{token}" for token in random_ids(40, 3)))
+    with daemon_over(tmp_path, double, "bar_spoils=70000") as daemon:
+        config = WorkerConfig(**worker_settings(daemon, checkpoint, **SETTINGS, kernels="triton"))
+        generate.run(config, prompt, 1, Sampling(), (), private=False, as_json=True)
+        told = json.loads(capsys.readouterr().out)
+        assert told["window"] == "staged"
+        assert list(told["windows_refused"]) == ["gdr"]
+        generate.run(config, prompt, 1, Sampling(), (), private=False, as_json=False)
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("window staged, not gdr: the daemon cannot read back what it has delivered")
+        with pytest.raises(WindowError, match="window gdr: the daemon cannot read back"):
+            generate.run(replace(config, window="gdr"), prompt, 1, Sampling(), (), private=False, as_json=False)
 
 
 def interrupted() -> list[int]:
@@ -88,7 +124,7 @@ def test_a_daemon_that_dies_under_a_replay_is_an_error_behind_the_step(
 ) -> None:  # fmt: skip
     """eta=1: heads always miss, so every step waits for the daemon. A step that was interrupted may be made again."""
     settings = worker_settings(gpu_daemon, checkpoint, **SETTINGS | {"eta": 1.0, "wait_ms": 2000}, kernels="triton")
-    with closing(Engine(WorkerConfig(**settings))) as engine:
+    with closing(engine_of(WorkerConfig(**settings), gpu)) as engine:
         session, _ = engine.prefill(random_ids(300, 97), growth=STEPS)
         for token in range(STEPS):
             engine.step([session], [token])

@@ -130,6 +130,17 @@ def test_who_waits_for_another_program_acquires_what_that_one_releases(kernels: 
 
 
 @pytest.mark.timeout(300)
+def test_a_probe_waits_as_a_step_does(kernels: list[Kernel]) -> None:
+    for kernel in named(kernels, "ask"):
+        assert kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3, "two poison words, and the cell"
+        posted = kernel.ptx.find("st.release.sys.global.b64")
+        before = kernel.ptx[:posted]
+        assert before.rfind("bar") > before.rfind("st.global") > 0, "described before it"
+        assert kernel.count(r"%globaltimer") >= 2
+    assert named(kernels, "compare")
+
+
+@pytest.mark.timeout(300)
 def test_a_post_acquires_its_credit_and_releases_its_ticket_at_system_scope(kernels: list[Kernel]) -> None:
     assert any(kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3 for kernel in named(kernels, "delta"))
     (kernel,) = named(kernels, "post")

@@ -1,20 +1,24 @@
 """A real daemon with windows in a GPU's memory, over doubles: registration, service, and the death of either side."""
 
+import gc
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from decode_worker.transport import Transport
-from decode_worker.window import gdr as gdr_module
+from decode_worker.window.base import WindowError
+from decode_worker.window.gdr import GdrWindow
 from kvstore_service.client import AdminClient, RingGeometry, StoreClient, StoreError
 from tests.support.daemon_process import Daemon
-from tests.support.gpu_double import GpuDouble, double, gpu_daemon
+from tests.support.gpu_double import GpuDouble, daemon_over, double, gpu_daemon
 from tests.support.pretend_gpu import PretendGpu
 from tests.support.world import LAYOUT, TOKENS, TestWorker, expected
 
@@ -73,9 +77,12 @@ def test_records_arrive_in_both_kinds_of_windows_at_once(gpu_daemon: Daemon) -> 
 def test_a_worker_gets_a_window_that_it_can_map(gpu_daemon: Daemon) -> None:
     with connect(gpu_daemon, "gpu") as client:
         mapped = transport(client, "gdr")
-        assert isinstance(mapped.window, gdr_module.GdrWindow)
+        assert isinstance(mapped.window, GdrWindow)
         mapped.close()
-    with connect(gpu_daemon, "strange") as client, pytest.raises(StoreError, match=r"gdr, shm.*pigeon") as refused:
+    with (
+        connect(gpu_daemon, "strange") as client,
+        pytest.raises(StoreError, match=r"gdr, staged, shm.*pigeon") as refused,
+    ):
         client.register_worker(1, WINDOW_BYTES, 4096, [RING], window_kinds=("pigeon",))
     assert refused.value.code == "FAILED_PRECONDITION"
 
@@ -100,10 +107,10 @@ def test_status_and_log_say_why_there_are_no_windows_on_a_gpu(tmp_path: Path) ->
         with AdminClient.connect(daemon.socket, daemon.broker) as admin:
             status = admin.get_status()
         assert status.window_kind == "shm"
-        (refused,) = status.windows_refused
-        assert refused.startswith("gdr: ")
-        assert missing in refused
-        with connect(daemon, "gpu") as client, pytest.raises(StoreError, match=r"are shm, the worker can map gdr"):
+        assert [refused.split(": ")[0] for refused in status.windows_refused] == ["gdr", "staged"]
+        assert all(missing in refused for refused in status.windows_refused)
+        why = rf"window gdr: .* are shm, the worker can map gdr \(gdr: .*{missing}"
+        with connect(daemon, "gpu") as client, pytest.raises(StoreError, match=why):
             transport(client, "gdr")
 
 
@@ -131,11 +138,9 @@ def test_the_window_of_a_killed_worker_is_given_back(gpu_daemon: Daemon, double:
 def test_the_window_of_a_killed_daemon_stays_valid(gpu_daemon: Daemon) -> None:
     with connect(gpu_daemon, "gpu") as client:
         mapped = transport(client, "gdr")
-        window = mapped.window
-        assert isinstance(window, gdr_module.GdrWindow)
-        window._imported.write(0, np.full(64, 7, np.uint8))
+        mapped.window.tensor[:64] = 7
         gpu_daemon.kill()
-        assert window._imported.read(0, 64) == bytes([7] * 64)
+        assert mapped.window.tensor[:64].tolist() == [7] * 64
         mapped.close()
 
 
@@ -147,5 +152,98 @@ def test_a_daemon_gives_everything_back_when_it_ends(gpu_daemon: Daemon, double:
     calls = double.calls()
     assert calls.count("cuDevicePrimaryCtxRetain") - calls.count("cuDevicePrimaryCtxRelease") == 0
     assert calls.count("gdr_open") == calls.count("gdr_close") == 1
-    for made, ended in (("cuMemCreate", "gdr_unpin_buffer"), ("gdr_map_v2", "gdr_unmap")):
+    for made, ended in (("cuMemMap", "cuMemUnmap"), ("gdr_map_v2", "gdr_unmap")):
         assert calls.count(made) == calls.count(ended)
+
+
+SPOILT = "bar_spoils=70000"  # behind what the daemon tries at its start
+NOT_SEEN = "bar_deaf=70000"
+
+
+def registered(daemon: Daemon) -> int:
+    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+        return int(admin.get_status().workers)
+
+
+def shared(pid: int | str = "self") -> list[str]:
+    """What a process holds open of memory that it shares: windows, staging memory, rings, a GPU's."""
+    links = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # of the look itself, or closed meanwhile
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return sorted(link for link in links if link.startswith("/memfd:"))
+
+
+@pytest.mark.parametrize(
+    ("words", "taken", "refused"),
+    [
+        (SPOILT, "staged", {"gdr": "cannot read back what it has delivered"}),
+        (NOT_SEEN, "staged", {"gdr": "kernels see .* otherwise than the daemon delivers them"}),
+        (f"{NOT_SEEN} copy_spoils=70000", "bounce", {"gdr": "kernels see", "staged": "cannot read back"}),
+        ("no_module no_export", "bounce", {"gdr": r"the daemon's windows are shm.*no memory", "staged": "no memory"}),
+    ],
+)
+def test_the_best_window_that_works_is_taken_and_nothing_is_left_of_the_others(
+    tmp_path: Path, double: GpuDouble, words: str, taken: str, refused: dict[str, str]
+) -> None:
+    with daemon_over(tmp_path, double, words) as daemon:
+        assert registered(daemon) == 0
+        gc.collect()
+        made, mine, its = double.live(), [link for link in shared() if "gpu" in link], shared(daemon.pid)
+        with connect(daemon, "gpu") as client:
+            mapped = transport(client, *PretendGpu.windows)
+            assert mapped.window_name == taken
+            assert list(mapped.windows_refused) == list(refused)
+            for name, reason in refused.items():
+                assert re.search(reason, mapped.windows_refused[name])
+            assert registered(daemon) == 1
+            mapped.close()
+            del mapped  # with the pretended graph, which remembers tensors
+            gc.collect()
+        eventually(lambda: registered(daemon) == 0)
+        eventually(lambda: shared(daemon.pid) == its)
+        assert [link for link in shared() if "gpu" in link] == mine
+        assert double.live() == made
+        calls = double.calls()
+        ends = {"cuMemMap": "cuMemUnmap", "gdr_map_v2": "gdr_unmap", "cuMemHostAlloc": "cuMemFreeHost"}
+        for begun, ended in ends.items():
+            assert calls.count(begun) == calls.count(ended)
+
+
+def test_a_window_that_was_asked_for_is_an_error_with_its_reason(tmp_path: Path, double: GpuDouble) -> None:
+    with daemon_over(tmp_path, double, SPOILT) as daemon, connect(daemon, "gpu") as client:
+        for _ in range(3):
+            with pytest.raises(WindowError, match=r"^window gdr: the daemon cannot read back .* to bytes \d+ to \d+$"):
+                transport(client, "gdr")
+            assert registered(daemon) == 0
+        mapped = transport(client, "staged")
+        assert (mapped.window_name, mapped.windows_refused) == ("staged", {})
+        mapped.close()
+
+
+def test_without_any_all_reasons_are_told(tmp_path: Path, double: GpuDouble) -> None:
+    with daemon_over(tmp_path, double, f"{SPOILT} copy_spoils=70000") as daemon, connect(daemon, "gpu") as client:
+        with pytest.raises(WindowError, match=r"^window gdr: the daemon cannot.*; window staged: the daemon cannot"):
+            transport(client, "gdr", "staged")
+        assert registered(daemon) == 0
+
+
+def test_memory_is_given_back_unless_a_slot_needs_it(gpu_daemon: Daemon) -> None:
+    with connect(gpu_daemon, "cpu") as client:
+        client.unregister_worker("nothing is registered")
+        worker = TestWorker(client)
+        session = client.open_session(LAYOUT, 4 * TOKENS)
+        pack = worker.commit(session, 1)
+        client.attach_packs(session, [pack])
+        client.bind_slot(session, 0, [pack], worker.windows(0))
+        with pytest.raises(StoreError, match="slots 0 are bound") as refused:
+            client.unregister_worker("still in use")
+        assert (refused.value.code, refused.value.reason) == ("FAILED_PRECONDITION", "SLOTS_BOUND")
+        client.unbind_slot(0)
+        client.unregister_worker("x" * 10_000)
+        worker.close()
+        anew = TestWorker(client)
+        epoch = client.bind_slot(session, 0, [pack], anew.windows(0))
+        records = np.arange(0, TOKENS, 3, dtype=np.uint32)
+        assert (anew.gather(0, epoch, records) == expected([1], records)).all()
+        anew.close()

@@ -42,16 +42,21 @@ def attempt(order: dict[str, Any]) -> dict[str, Any]:
             store.ServeRings(pb.ServeRingsRequest(), timeout=10, metadata=metadata)
             request = pb.OpenSessionRequest(layout=wire.layout_to(LAYOUT), declared_max_tokens=4096)
             session = store.OpenSession(request, timeout=10, metadata=metadata).session_id
-            result["own"] = tried(channel, metadata, {**names, "session_id": session})
+            result["own"] = tried(channel, metadata, {**names, "session_id": session}, keeps_memory=True)
             lookup = calls.fill(pb.LookupPrefixRequest(), named(names))
             result["found"] = len(store.LookupPrefix(lookup, timeout=10, metadata=metadata).packs)
         result["codes"] = tried(channel, metadata, names)
     return result
 
 
-def tried(channel: grpc.Channel, metadata: calls.Metadata, names: dict[str, Any] | None) -> dict[str, str]:
+def tried(
+    channel: grpc.Channel, metadata: calls.Metadata, names: dict[str, Any] | None, keeps_memory: bool = False
+) -> dict[str, str]:
     codes = {}
-    for method in sorted(calls.METHODS, key=lambda method: method.name == "CloseSession"):
+    last = ("CloseSession", "UnregisterWorker")
+    for method in sorted(calls.METHODS, key=lambda method: method.name in last):
+        if keeps_memory and method.name == "UnregisterWorker":
+            continue
         payload = calls.GARBAGE
         if names and not calls.admin(method):
             payload = calls.fill(calls.request_of(method), named(names)).SerializeToString()

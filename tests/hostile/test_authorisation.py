@@ -30,7 +30,7 @@ from tests.support.daemon_process import Daemon
 
 TENANT_UID, OUTSIDER_UID, GROUP = 12345, 23456, 34567
 # With another's ids these find nothing or do nothing: they make something new, or ask about one's own.
-HARMLESS = {"RegisterWorker", "ServeRings", "OpenSession", "LookupPrefix", "AbortPack"}
+HARMLESS = {"RegisterWorker", "ServeRings", "UnregisterWorker", "OpenSession", "LookupPrefix", "AbortPack"}
 
 # These succeed or fail by the session alone.
 OF_A_SESSION = {"BindSlot", "ForkSession", "CloseSession"}

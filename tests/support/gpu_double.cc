@@ -1,10 +1,14 @@
 // Stands in for libcuda and libgdrapi, in one library. Memory of the device is a memfd. A BAR mapping is memory of its
 // own: what is stored there reaches the device at a flush, as late as the bus allows, unless the device reads over it.
+// What a stream copies is read and written when somebody asks, for the second time, whether it has ended.
 //
 // GPU_DOUBLE, words: ordering=N and flush=N are the device's attributes (default 100 and 1); deaf: nothing is ever
-// flushed; no_device; no_rdma; full: no memory is left; no_module: gdr_open fails; fails=CALL: that call fails.
+// flushed; stuck: no stream ever ends; no_device; no_rdma; no_export; full: no memory is left; no_module: gdr_open
+// fails; fails=CALL: that call fails. bar_spoils=N: what is stored through the BAR arrives wrong from byte N of its
+// memory on; bar_deaf=N: it never arrives; copy_spoils=N: of copies.
 // GPU_DOUBLE_LOG: a file that gets each call, and a line with FAULT for each one that a real library would not survive.
-// GPU_DOUBLE_OLD: built without the names that older libraries lack.
+// GPU_DOUBLE_OLD: built without the names that older libraries lack; GPU_DOUBLE_CUDA_12: with batches as CUDA 12.8 has
+// them.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
@@ -16,16 +20,19 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #define API extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-constexpr int kOk = 0, kInvalid = 1, kOutOfMemory = 2, kNoDevice = 100, kFailed = 999;
+constexpr int kOk = 0, kInvalid = 1, kOutOfMemory = 2, kNoDevice = 100, kNotReady = 600, kFailed = 999;
 constexpr size_t kGranule = 2 << 20, kPage = 64 << 10;
 constexpr uint64_t kUntouched = 0x9D3E5AC1B7F24806;  // of a word of a BAR mapping that nobody has stored to
 
@@ -60,12 +67,28 @@ struct Pin {
   size_t bytes;
   uint64_t* bar;
 };
+struct Copy {
+  uint64_t to, from;
+  size_t bytes;
+};
+struct Stream {
+  std::vector<Copy> copies;
+  bool asked;
+};
+struct CopyAttributes {
+  int source_order;
+  Location source, target;
+  unsigned flags;
+};
 
 std::recursive_mutex mutex;
 std::map<unsigned long long, Memory*> memories;
 std::map<uint64_t, size_t> reserved;
 std::map<uint64_t, Mapped> mapped;
 std::map<unsigned long, Pin> pins;
+std::map<void*, Stream> streams;
+std::map<uint64_t, size_t> hosts;  // pinned memory
+std::vector<Copy> fills;           // of zeroes, that have not ended
 unsigned long long next_handle = 1;
 int contexts = 0, opened = 0;
 int the_context, the_gdr;
@@ -116,13 +139,50 @@ Mapped* mapping_of(uint64_t at, size_t bytes) {
 void publish(Pin& pin) {
   if (!pin.bar || !word("deaf").empty()) return;
   auto* device = reinterpret_cast<uint64_t*>(pin.at);
+  const size_t spoils = size_t(number("bar_spoils=", INT32_MAX)), deaf = size_t(number("bar_deaf=", INT32_MAX));
   for (size_t i = 0; i < pin.bytes / 8; ++i) {
-    if (__atomic_load_n(&pin.bar[i], __ATOMIC_RELAXED) == kUntouched) continue;
-    __atomic_store_n(&device[i], __atomic_exchange_n(&pin.bar[i], kUntouched, __ATOMIC_ACQUIRE), __ATOMIC_RELAXED);
+    if (i * 8 >= deaf || __atomic_load_n(&pin.bar[i], __ATOMIC_RELAXED) == kUntouched) continue;
+    const uint64_t stored = __atomic_exchange_n(&pin.bar[i], kUntouched, __ATOMIC_ACQUIRE);
+    __atomic_store_n(&device[i], stored ^ (i * 8 >= spoils), __ATOMIC_RELAXED);
   }
 }
 
 bool ordered() { return number("ordering=", 100) >= 100; }
+
+bool within(const std::map<uint64_t, size_t>& known, uint64_t at, size_t bytes) {
+  auto found = known.upper_bound(at);
+  return found != known.begin() && at + bytes <= std::prev(found)->first + std::prev(found)->second;
+}
+
+int begin(void* stream, Copy copy, bool to_device) {
+  if (!current || !streams.count(stream)) return fault("a copy on no stream of its own, or without a context");
+  if (!mapping_of(to_device ? copy.to : copy.from, copy.bytes)) return fault("a copy to or from nothing");
+  if (!within(hosts, to_device ? copy.from : copy.to, copy.bytes)) return fault("a copy of memory that is not pinned");
+  if (!fills.empty()) return fault("a copy that a fill may overtake");
+  streams[stream].copies.push_back(copy);
+  streams[stream].asked = false;
+  return kOk;
+}
+
+void end(Stream& stream) {
+  for (const Copy& copy : stream.copies) {
+    memcpy(reinterpret_cast<void*>(copy.to), reinterpret_cast<const void*>(copy.from), copy.bytes);
+    auto device = mapped.upper_bound(copy.to);
+    if (device == mapped.begin() || copy.to >= std::prev(device)->first + std::prev(device)->second.bytes) continue;
+    const uint64_t spoiled = std::prev(device)->first + uint64_t(number("copy_spoils=", INT32_MAX));
+    for (uint64_t at = std::max(copy.to, spoiled); at < copy.to + copy.bytes; ++at)
+      *reinterpret_cast<uint8_t*>(at) ^= 1;
+  }
+  stream.copies.clear();
+}
+
+bool under_way(uint64_t at, size_t bytes) {
+  for (auto& [name, stream] : streams)
+    for (const Copy& copy : stream.copies)
+      for (uint64_t end : {copy.to, copy.from})
+        if (end < at + bytes && at < end + copy.bytes) return true;
+  return false;
+}
 
 }  // namespace
 
@@ -151,6 +211,7 @@ API int cuDeviceGetAttribute(int* value, int attribute, int) {
   *value = attribute == 117   ? number("flush=", 1)
            : attribute == 118 ? number("ordering=", 100)
            : attribute == 116 ? word("no_rdma").empty()
+           : attribute == 103 ? word("no_export").empty()
                               : 1;
   return kOk;
 }
@@ -163,7 +224,7 @@ API int cuDevicePrimaryCtxRetain(void** context, int) {
 API int cuDevicePrimaryCtxRelease_v2(int) {
   ENTER("cuDevicePrimaryCtxRelease");
   if (--contexts < 0) return fault("a context is released twice");
-  if (contexts == 0 && !(mapped.empty() && reserved.empty() && pins.empty()))
+  if (contexts == 0 && !(mapped.empty() && reserved.empty() && pins.empty() && streams.empty() && hosts.empty()))
     return fault("a context goes before its memory");
   return kOk;
 }
@@ -264,6 +325,7 @@ API int cuMemUnmap(uint64_t at, size_t bytes) {
   if (!mapped.count(at)) return fault("a mapping ends twice");
   for (auto& [handle, pin] : pins)
     if (pin.at == at) return fault("a mapping ends while it is pinned");
+  if (under_way(at, bytes)) return fault("a mapping ends under a copy");
   --mapped[at].memory->maps;
   mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   mapped.erase(at);
@@ -278,21 +340,94 @@ API int cuPointerSetAttribute(const void* value, int attribute, uint64_t at) {
 API int cuMemsetD8_v2(uint64_t at, unsigned char value, size_t bytes) {
   ENTER("cuMemsetD8");
   if (!current || !mapping_of(at, bytes)) return fault("a fill of nothing, or without a context");
-  memset(reinterpret_cast<void*>(at), value, bytes);
+  if (value != 0) return fault("a fill with something");
+  fills.push_back({at, 0, bytes});
   return kOk;
 }
 API int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
   ENTER("cuMemcpyDtoH");
   if (!current || !mapping_of(from, bytes)) return fault("a copy of nothing, or without a context");
+  for (const Copy& fill : fills) memset(reinterpret_cast<void*>(fill.to), 0, fill.bytes);
+  fills.clear();
   memcpy(to, reinterpret_cast<void*>(from), bytes);
   return kOk;
 }
-API int cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t bytes) {
-  ENTER("cuMemcpyHtoD");
-  if (!current || !mapping_of(to, bytes)) return fault("a copy to nothing, or without a context");
-  memcpy(reinterpret_cast<void*>(to), from, bytes);
+API int cuMemHostAlloc(void** to, size_t bytes, unsigned) {
+  ENTER("cuMemHostAlloc");
+  if (!current) return fault("pinned memory without a context");
+  *to = aligned_alloc(4096, bytes);
+  hosts[reinterpret_cast<uint64_t>(*to)] = bytes;
   return kOk;
 }
+API int cuMemFreeHost(void* memory) {
+  ENTER("cuMemFreeHost");
+  auto found = hosts.find(reinterpret_cast<uint64_t>(memory));
+  if (found == hosts.end()) return fault("pinned memory is freed twice");
+  if (under_way(found->first, found->second)) return fault("pinned memory is freed under a copy");
+  hosts.erase(found);
+  free(memory);
+  return kOk;
+}
+API int cuStreamCreate(void** to, unsigned flags) {
+  ENTER("cuStreamCreate");
+  if (!current || flags != 1) return fault("a stream without a context, or one that waits for others");
+  *to = reinterpret_cast<void*>(next_handle++);
+  streams[*to] = {};
+  return kOk;
+}
+API int cuStreamDestroy_v2(void* stream) {
+  ENTER("cuStreamDestroy");
+  if (!streams.count(stream)) return fault("a stream ends twice");
+  if (!streams[stream].copies.empty()) return fault("a stream ends under its copies");
+  streams.erase(stream);
+  return kOk;
+}
+API int cuStreamQuery(void* stream) {
+  std::lock_guard lock(mutex);  // no note: it is asked until it answers
+  if (fails("cuStreamQuery")) return kFailed;
+  if (!current || !streams.count(stream)) return fault("a query of nothing, or without a context");
+  Stream& asked = streams[stream];
+  if (asked.copies.empty()) return kOk;
+  if (!asked.asked || !word("stuck").empty()) return asked.asked = true, kNotReady;
+  end(asked);
+  return kOk;
+}
+API int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
+  ENTER("cuMemcpyHtoDAsync");
+  return begin(stream, {to, reinterpret_cast<uint64_t>(from), bytes}, true);
+}
+API int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
+  ENTER("cuMemcpyDtoHAsync");
+  return begin(stream, {reinterpret_cast<uint64_t>(to), from, bytes}, false);
+}
+
+namespace {
+
+int begin_all(const uint64_t* to, const uint64_t* from, const size_t* bytes, size_t count,
+              const CopyAttributes* attributes, const size_t* firsts, size_t given, void* stream) {
+  if (count == 0 || given != 1 || firsts[0] != 0 || attributes->source_order != 1 || attributes->flags != 0)
+    return fault("a batch of nothing, or of attributes that do not hold for all of it");
+  for (size_t i = count; i-- > 0;)  // in no order that was promised
+    if (int error = begin(stream, {to[i], from[i], bytes[i]}, true)) return error;
+  return kOk;
+}
+
+}  // namespace
+
+#ifdef GPU_DOUBLE_CUDA_12
+API int cuMemcpyBatchAsync(uint64_t* to, uint64_t* from, size_t* bytes, size_t count, CopyAttributes* attributes,
+                           size_t* firsts, size_t given, size_t* failed, void* stream) {
+  ENTER("cuMemcpyBatchAsync");
+  *failed = SIZE_MAX;
+  return begin_all(to, from, bytes, count, attributes, firsts, given, stream);
+}
+#elif !defined(GPU_DOUBLE_OLD)
+API int cuMemcpyBatchAsync_v2(uint64_t* to, uint64_t* from, size_t* bytes, size_t count, CopyAttributes* attributes,
+                              size_t* firsts, size_t given, void* stream) {
+  ENTER("cuMemcpyBatchAsync_v2");
+  return begin_all(to, from, bytes, count, attributes, firsts, given, stream);
+}
+#endif
 
 struct Handle {
   unsigned long h;
@@ -389,8 +524,10 @@ API void gpu_double_set(const char* words, const char* log) {
   log_path = log;
 }
 
-// Allocations, addresses, mappings, pins, contexts and opened libraries that are left in this process.
+// Allocations, addresses, mappings, pins, streams, pinned memory, contexts and opened libraries that are left in this
+// process.
 API int gpu_double_live() {
   std::lock_guard lock(mutex);
-  return int(memories.size() + reserved.size() + mapped.size() + pins.size()) + contexts + opened;
+  return int(memories.size() + reserved.size() + mapped.size() + pins.size() + streams.size() + hosts.size()) +
+         contexts + opened;
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from decode_worker.window import gdr as gdr_module
+from decode_worker.window import imported
 from tests.support.daemon_process import Daemon
 from tests.support.shim_build import ROOT
 
@@ -20,10 +20,13 @@ SOURCE = Path(__file__).with_suffix(".cc")
 COMPILE_S = 120.0
 
 
+VARIANTS = {"": (), "old": ("-DGPU_DOUBLE_OLD",), "cuda_12": ("-DGPU_DOUBLE_CUDA_12",)}
+
+
 @cache
-def path(old: bool = False) -> Path:
-    """The library. old: of a GDRCopy that lacks the newer names."""
-    built = ROOT / "build" / f"gpu_double{'_old' if old else ''}.so"
+def path(variant: str = "") -> Path:
+    """The library. old: of a driver and a GDRCopy that lack the newer names; cuda_12: of one whose are others."""
+    built = ROOT / "build" / f"gpu_double{variant and '_' + variant}.so"
     if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
         built.parent.mkdir(exist_ok=True)
         part = built.with_suffix(f".{os.getpid()}")
@@ -33,7 +36,7 @@ def path(old: bool = False) -> Path:
             "-shared",
             "-fPIC",
             "-fvisibility=hidden",
-            *(["-DGPU_DOUBLE_OLD"] if old else []),
+            *VARIANTS[variant],
         )
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         subprocess.run(["g++", *options, SOURCE, "-o", part], check=True, timeout=COMPILE_S, env=environment)
@@ -44,8 +47,8 @@ def path(old: bool = False) -> Path:
 class GpuDouble:
     """`words` are GPU_DOUBLE's; `calls` what was called so far, in this process and in those that it starts."""
 
-    def __init__(self, log: Path, old: bool) -> None:
-        self.library = str(path(old))
+    def __init__(self, log: Path, variant: str) -> None:
+        self.library = str(path(variant))
         self.options = {"cuda_library": self.library, "gdr_library": self.library}
         self._log = log
         self._loaded = ctypes.CDLL(self.library)
@@ -69,8 +72,8 @@ class GpuDouble:
 
 
 @contextmanager
-def gpu_double(directory: Path, words: str = "", old: bool = False) -> Iterator[GpuDouble]:
-    double = GpuDouble(directory / "gpu.log", old)
+def gpu_double(directory: Path, words: str = "", variant: str = "") -> Iterator[GpuDouble]:
+    double = GpuDouble(directory / "gpu.log", variant)
     os.environ["GPU_DOUBLE_LOG"] = str(directory / "gpu.log")
     double.set(words)
     try:
@@ -84,14 +87,21 @@ def gpu_double(directory: Path, words: str = "", old: bool = False) -> Iterator[
 def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDouble]:
     """For the windows of workers in this process, and for `gpu_daemon`."""
     with gpu_double(tmp_path) as double:
-        monkeypatch.setattr(gdr_module, "CUDA_LIBRARY", double.library)
+        monkeypatch.setattr(imported, "CUDA_LIBRARY", double.library)
         yield double
         assert double.faults() == []
 
 
+@contextmanager
+def daemon_over(directory: Path, double: GpuDouble, words: str = "") -> Iterator[Daemon]:
+    """Has windows in its GPU's memory, as far as these words let it."""
+    double.set(words)
+    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
+    with Daemon(directory, options=("--nvme-bytes=1GiB", "--copy-threads=2", *libraries)) as daemon:
+        yield daemon
+
+
 @pytest.fixture
 def gpu_daemon(tmp_path: Path, double: GpuDouble) -> Iterator[Daemon]:
-    """Has windows in its GPU's memory."""
-    libraries = (f"--cuda-library={double.library}", f"--gdr-library={double.library}")
-    with Daemon(tmp_path, options=("--nvme-bytes=1GiB", "--copy-threads=2", *libraries)) as daemon:
+    with daemon_over(tmp_path, double) as daemon:
         yield daemon

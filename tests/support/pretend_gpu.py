@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from decode_worker.device import Host
+from decode_worker.device import Gpu, Host
 from decode_worker.engine import engine as engine_module
 from decode_worker.gpu.launch import Launch
 from tests.support.device_tensor import DEVICE, DeviceTensor, on_host
@@ -79,7 +79,7 @@ def _again(function: Any, arguments: tuple[Any, ...], options: dict[str, Any], r
 
 class PretendGpu(Host):
     torch_device = DEVICE
-    windows = ("gdr", "bounce")
+    windows = Gpu.windows
     wakes = False
     graphs = True
 

@@ -7,7 +7,14 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from kvstore_service.daemon.front.replies import IDEMPOTENCY_KEY_MAX
-from kvstore_service.shared.types import BUILD_BYTES, DIGEST_BYTES, FINGERPRINT_BYTES, PACK_ID_BYTES, StoreError
+from kvstore_service.shared.types import (
+    BUILD_BYTES,
+    DIGEST_BYTES,
+    FINGERPRINT_BYTES,
+    PACK_ID_BYTES,
+    REASON_LETTERS_MAX,
+    StoreError,
+)
 
 ITEMS_MAX = 16384  # of a repeated field
 FIELDS_MAX = 8 * ITEMS_MAX  # of a request with all that it holds
@@ -21,7 +28,9 @@ EXACT = {
     "parent": PACK_ID_BYTES,
     "token_digest": DIGEST_BYTES,
 }
-LONGEST = {"idempotency_key": IDEMPOTENCY_KEY_MAX, "kind": 64, "name": 64, "parameters": 64}
+LONGEST = {
+    "idempotency_key": IDEMPOTENCY_KEY_MAX, "kind": 64, "name": 64, "parameters": 64, "reason": REASON_LETTERS_MAX
+}  # fmt: skip
 OTHERS = 128  # ids, tokens of pages and transfers
 _VARINT, _BYTES, _FIXED = 0, 2, {1: 8, 5: 4}  # wire types; a fixed one with its bytes
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)

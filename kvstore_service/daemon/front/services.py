@@ -54,6 +54,10 @@ class StoreService(pb_grpc.StoreServiceServicer):
         self._store.workers.serve_rings(context.worker)
         return pb.ServeRingsResponse()
 
+    def UnregisterWorker(self, request: pb.UnregisterWorkerRequest, context: Call) -> pb.UnregisterWorkerResponse:
+        self._store.workers.unregister(context.worker, request.reason)
+        return pb.UnregisterWorkerResponse()
+
     def OpenSession(self, request: pb.OpenSessionRequest, context: Call) -> pb.OpenSessionResponse:
         layout = wire.layout_of(request.layout)
         session = self._store.sessions.open(context.worker, layout, request.declared_max_tokens)

@@ -59,14 +59,15 @@ class Workers:
             if worker.native_id is not None:
                 raise StoreError(
                     "FAILED_PRECONDITION",
-                    "registered already; connect to the broker again for new memory",
+                    "registered already; unregister before you ask for new memory",
                     reason="REGISTERED_ALREADY",
                 )
             if wait_ms > WAIT_MS_MAX:
                 raise StoreError("INVALID_ARGUMENT", f"wait_ms {wait_ms}: a worker waits at most {WAIT_MS_MAX} ms")
             kind = self._window_kind(window_kinds)
             on_device = kind in native.DEVICE_WINDOW_KINDS
-            memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings)
+            pinned_bytes = self._state.plane.window_pinned_bytes(kind)
+            memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings) + pinned_bytes
             self._state.registry.grant(worker, slots, memory_bytes, rings)
             worker.wait_ms = wait_ms
             descriptors: list[int] = []
@@ -101,9 +102,10 @@ class Workers:
         for kind in kinds:
             if kind in wanted or (not wanted and kind not in native.DEVICE_WINDOW_KINDS):
                 return kind
+        missing = "".join(f" ({kind}: {why})" for kind, why in self._state.plane.windows_refused if kind in wanted)
         raise StoreError(
             "FAILED_PRECONDITION",
-            f"the daemon's windows are {', '.join(kinds)}, the worker can map {', '.join(wanted) or 'shm'}: "
+            f"the daemon's windows are {', '.join(kinds)}, the worker can map {', '.join(wanted) or 'shm'}{missing}: "
             "start the daemon with one of these as its window",
         )
 
@@ -143,6 +145,23 @@ class Workers:
                 raise
             _close_all(worker.unsealed)
             worker.served = True
+
+    def unregister(self, worker: Worker, reason: str) -> None:
+        """Frees the worker's memory, with its uploads; its sessions stay. Nothing if there is none.
+
+        FAILED_PRECONDITION while a slot is bound."""
+        with self._state.acting(worker):
+            if worker.bound:
+                raise StoreError(
+                    "FAILED_PRECONDITION",
+                    f"slots {', '.join(map(str, sorted(worker.bound)))} are bound: unbind them before you unregister",
+                    reason="SLOTS_BOUND",
+                )
+            self._forget_memory(worker)
+            self._state.uploads.forget(worker)
+            worker.unbound.clear()
+            self._state.events.tell("worker", worker.tenant, detail=f"unregistered: {worker.name}, {reason}")
+            event(log, INFO, "worker unregistered", name=worker.name, pid=worker.pid, reason=reason)
 
     def _forget_memory(self, worker: Worker) -> None:
         _close_all(worker.unsealed)

@@ -1,0 +1,58 @@
+// The way of one thread into a device's memory by copies of the driver: what it puts is gathered in pinned memory of
+// fixed size and sent in batches, one while the next is gathered.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "gpu/cuda_driver.h"
+#include "gpu/undo.h"
+
+namespace headgate {
+
+// Used by one thread at a time. Throws DeviceError, also for copies that do not end in time: what of them arrives, and
+// when, nobody knows then.
+class CopyLane {
+ public:
+  static constexpr uint64_t kBatchBytes = 256 << 10;
+  static constexpr uint32_t kBatches = 2;
+  static constexpr uint64_t kBytes = kBatches * kBatchBytes;  // pinned
+  static constexpr uint64_t kDeadlineNs = 1'000'000'000;
+
+  // It goes when it is at rest.
+  explicit CopyLane(std::shared_ptr<CudaDriver> driver);
+
+  // Records of `bytes` bytes, at most kBatchBytes, to base + to[i]. The sources are free again when it returns; pieces
+  // that lie behind one another travel as one.
+  void put(const uint8_t* const* from, cuda::Pointer base, const uint64_t* to, size_t count, uint32_t bytes);
+  // All that was put has arrived when it returns.
+  void finish();
+  // What the device holds; at most kBatchBytes, behind a `finish`.
+  void read(uint8_t* to, cuda::Pointer from, uint64_t bytes);
+  // Waits until nothing is under way; false if that is not known in time.
+  bool at_rest() noexcept;
+
+ private:
+  // Its memory, filled up to `filled`, and a stream: what has been sent of it has ended when the stream has.
+  struct Batch {
+    uint8_t* memory = nullptr;
+    cuda::Stream stream = nullptr;
+    uint64_t filled = 0;
+    std::vector<cuda::Pointer> from, to;
+    std::vector<size_t> bytes;
+  };
+
+  Batch& batch() { return batches_[current_]; }
+  void add(Batch& batch, cuda::Pointer to, uint64_t from, uint32_t bytes);
+  void send();
+  void await(const Batch& batch) const;
+
+  const std::shared_ptr<CudaDriver> driver_;
+  std::array<Batch, kBatches> batches_;
+  uint32_t current_ = 0;
+  Undo undo_;  // last: its steps need the others
+};
+
+}  // namespace headgate

@@ -12,6 +12,7 @@ from decode_worker.kernels.state import HeadState
 DLPack = Any  # a capsule of a tensor (torch.utils.dlpack.to_dlpack), or the tensor
 
 RUN_DTYPE: np.dtype[np.void]  # of struct Run in csrc/core/ring.h
+PULL_LINE_BYTES: int
 REQUESTS_HEADER_BYTES: int  # before the tickets
 OP_GATHER: int
 OP_RANGE: int
@@ -157,6 +158,9 @@ def hash_select(
     there are fewer. ValueError if a pack does not hold whole units."""
 
 WINDOW_PROBE: bytes  # what the daemon stores into the first and last line of a window in a device's memory
+
+def pull_layout(window_bytes: int) -> tuple[int, int, int]:
+    """The memory of a window of kind pull (csrc/core/pull.h): the byte where its lines begin, their number, all bytes."""
 
 class ImportedWindow:
     """A window in a device's memory, imported from the daemon's descriptor, which the caller keeps."""

@@ -12,6 +12,7 @@
 #include <memory>
 #include <tuple>
 
+#include "core/pull.h"
 #include "store/crc32c.h"
 #include "store/data_plane.h"
 #include "store/eviction.h"
@@ -264,13 +265,17 @@ void bind_data_plane(nb::module_& m) {
           "__init__",
           [](DataPlane* self, uint64_t dram_bytes, uint32_t io_depth, uint32_t copy_threads, uint32_t spin_us,
              uint32_t extent_blocks, const std::string& window, const std::string& cuda_library,
-             const std::string& gdr_library, int gpu) {
-            new (self) DataPlane(DataPlaneOptions{
-                dram_bytes, io_depth, copy_threads, spin_us, extent_blocks, {window, cuda_library, gdr_library, gpu}});
+             const std::string& gdr_library, int gpu, uint64_t arena_bytes) {
+            new (self) DataPlane(DataPlaneOptions{dram_bytes,
+                                                  io_depth,
+                                                  copy_threads,
+                                                  spin_us,
+                                                  extent_blocks,
+                                                  {window, cuda_library, gdr_library, gpu, arena_bytes}});
           },
           "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, "window"_a = "shm",
           "cuda_library"_a = WindowSettings().cuda_library, "gdr_library"_a = WindowSettings().gdr_library, "gpu"_a = 0,
-          NoGil())
+          "arena_bytes"_a = 0, NoGil())
       .def("close", &DataPlane::close, NoGil())
       .def("create_upload", &DataPlane::create_upload, "path"_a, "spec"_a, NoGil())
       .def("upload_missing", &DataPlane::upload_missing, "upload"_a, NoGil())
@@ -286,6 +291,7 @@ void bind_data_plane(nb::module_& m) {
       .def("add_worker", &DataPlane::add_worker, "window_fd"_a, "window_bytes"_a, "staging_fd"_a, "staging_bytes"_a,
            "slots"_a, "owner"_a, "wait_ms"_a = 0, "window"_a = "", NoGil())
       .def("window_descriptor", &DataPlane::window_descriptor, "worker"_a, NoGil())
+      .def("arena_descriptor", &DataPlane::arena_descriptor, "worker"_a, NoGil())
       .def_prop_ro("window_kinds", [](DataPlane& plane) { return windows_of(plane)->kinds(); })
       .def_prop_ro("windows_refused", [](DataPlane& plane) { return windows_of(plane)->refused(); })
       .def("add_ring", &DataPlane::add_ring, "worker"_a, "requests_fd"_a, "completions_fd"_a, "geometry"_a,
@@ -315,6 +321,7 @@ NB_MODULE(_native, m) {
   m.attr("RING_VERSION") = kRingVersion;
   m.attr("WINDOW_KINDS") = nb::tuple(nb::cast(window_kinds()));
   m.attr("DEVICE_WINDOW_KINDS") = nb::tuple(nb::cast(device_window_kinds()));
+  m.def("pull_window_bytes", [](uint64_t bytes) { return PullLayout{bytes}.memory_bytes(); }, "window_bytes"_a);
   bind_errors(m);
   bind_shapes(m);
   bind_policy(m);

@@ -2,11 +2,14 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <memory>
 #include <string>
+#include <tuple>
 
 #include "core/probe.h"
+#include "core/pull.h"
 #include "gpu/device_memory.h"
 
 namespace nb = nanobind;
@@ -62,6 +65,14 @@ nb::bytes probe() {
 
 void bind_window(nb::module_& m) {
   m.attr("WINDOW_PROBE") = probe();
+  m.attr("PULL_LINE_BYTES") = kPullLineBytes;
+  m.def(
+      "pull_layout",
+      [](uint64_t bytes) {
+        PullLayout layout{bytes};
+        return std::make_tuple(layout.lines_off(), layout.lines(), layout.memory_bytes());
+      },
+      "window_bytes"_a);
   nb::class_<ImportedWindow>(m, "ImportedWindow")
       .def(nb::init<int, uint64_t, const std::string&, int>(), "fd"_a, "size_bytes"_a, "cuda_library"_a, "gpu"_a)
       .def_prop_ro("address", &ImportedWindow::address)

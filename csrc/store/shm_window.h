@@ -13,6 +13,9 @@ class ShmWindow : public Window {
   bool fence() override;
   void answer(Cell& cell, CellValue value) override { store_cell(cell, value); }
 
+ protected:
+  uint8_t* data() const { return memory_.data(); }
+
  private:
   Mapping memory_;
 };

@@ -4,6 +4,7 @@
 
 #include "store/error.h"
 #include "store/gdr_window.h"
+#include "store/pull_window.h"
 #include "store/shm_window.h"
 
 #ifdef HEADGATE_IO_SHIM
@@ -31,6 +32,11 @@ Make gdr(const WindowSettings& settings) {
   return [device](int, uint64_t bytes) { return std::make_unique<GdrWindow>(device, bytes); };
 }
 
+Make pull(const WindowSettings& settings) {
+  if (settings.arena_bytes == 0) throw failed_precondition("arena_bytes is 0; set it to have windows of this kind");
+  return shared<PullWindow>(settings);
+}
+
 struct Kind {
   const char* name;
   Prepare prepare;
@@ -40,6 +46,7 @@ struct Kind {
 
 constexpr Kind kKinds[] = {
     {"gdr", gdr, true, true},
+    {"pull", pull, false, true},
     {"shm", shared<ShmWindow>, false, true},
 #ifdef HEADGATE_IO_SHIM
     {"late", shared<shim::LateWindow>, false, false},

@@ -20,7 +20,8 @@ WAIT_MS_MAX = 600_000
 
 @dataclass(frozen=True)
 class Registered:
-    """A worker's memory. `descriptors`, the caller's: window, staging, then (requests, completions) of each ring."""
+    """A worker's memory. `descriptors`, the caller's: window, staging, then (requests, completions) of each ring, then
+    the arena of one that pulls."""
 
     worker_id: int
     descriptors: list[int]
@@ -64,43 +65,66 @@ class Workers:
                 )
             if wait_ms > WAIT_MS_MAX:
                 raise StoreError("INVALID_ARGUMENT", f"wait_ms {wait_ms}: a worker waits at most {WAIT_MS_MAX} ms")
-            kind = self._window_kind(window_kinds)
-            on_device = kind in native.DEVICE_WINDOW_KINDS
-            memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings)
-            self._state.registry.grant(worker, slots, memory_bytes, rings)
             worker.wait_ms = wait_ms
-            descriptors: list[int] = []
-            try:
-                descriptors.append(memory.create("kvstore-staging", staging_bytes))
-                if not on_device:
-                    descriptors.insert(0, memory.create("kvstore-window", window_bytes))
-                with native.errors():
-                    worker.native_id = self._state.plane.add_worker(
-                        -1 if on_device else descriptors[0], window_bytes, descriptors[-1], staging_bytes,
-                        slots, worker.uid, wait_ms, kind,
-                    )  # fmt: skip
-                    if on_device:
-                        descriptors.insert(0, self._state.plane.window_descriptor(worker.native_id))
-                    for geometry in rings:
-                        descriptors.extend(self._add_ring(worker.native_id, geometry))
-                # A device's memory has no seals, and no pages that its worker could give back.
-                worker.unsealed.extend(os.dup(fd) for fd in [*descriptors[on_device:2], *descriptors[2::2]])
-            except BaseException:
-                for fd in descriptors:
-                    os.close(fd)
-                self._forget_memory(worker)
-                raise
-            self._state.events.tell("worker", worker.tenant, detail=f"registered: {worker.name}, pid {worker.pid}")
-            event(
-                log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id, window=kind
-            )
-            return Registered(worker.native_id, descriptors, kind)
+            *others, last = self._window_kinds(window_kinds)
+            for kind in others:
+                try:
+                    return self._registered(worker, kind, slots, window_bytes, staging_bytes, rings)
+                except StoreError as error:
+                    if kind != native.PULL:
+                        raise
+                    event(log, WARNING, "no such window for a worker", window=kind, name=worker.name, error=error.message)
+            return self._registered(worker, last, slots, window_bytes, staging_bytes, rings)
 
-    def _window_kind(self, wanted: Sequence[str]) -> str:
+    def _registered(
+        self,
+        worker: Worker,
+        kind: str,
+        slots: int,
+        window_bytes: int,
+        staging_bytes: int,
+        rings: Sequence[RingGeometry],
+    ) -> Registered:
+        """Only of a window of kind pull an error leaves others to be tried: an arena is there for few."""
+        on_device = kind in native.DEVICE_WINDOW_KINDS
+        shared_bytes = native.memory_bytes(kind, window_bytes)
+        memory_bytes = _memory_bytes(slots, shared_bytes, staging_bytes, rings)
+        self._state.registry.grant(worker, slots, memory_bytes, rings)
+        descriptors: list[int] = []
+        try:
+            descriptors.append(memory.create("kvstore-staging", staging_bytes))
+            if not on_device:
+                descriptors.insert(0, memory.create("kvstore-window", shared_bytes))
+            with native.errors():
+                worker.native_id = self._state.plane.add_worker(
+                    -1 if on_device else descriptors[0], window_bytes, descriptors[-1], staging_bytes,
+                    slots, worker.uid, worker.wait_ms, kind,
+                )  # fmt: skip
+                if on_device:
+                    descriptors.insert(0, self._state.plane.window_descriptor(worker.native_id))
+                for geometry in rings:
+                    descriptors.extend(self._add_ring(worker.native_id, geometry))
+            # A device's memory has no seals, and no pages that its worker could give back.
+            worker.unsealed.extend(os.dup(fd) for fd in [*descriptors[on_device:2], *descriptors[2::2]])
+            if kind == native.PULL:
+                with native.errors():
+                    descriptors.append(self._state.plane.arena_descriptor(worker.native_id))
+        except BaseException:
+            for fd in descriptors:
+                os.close(fd)
+            self._forget_memory(worker)
+            raise
+        self._state.events.tell("worker", worker.tenant, detail=f"registered: {worker.name}, pid {worker.pid}")
+        event(log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id, window=kind)
+        return Registered(worker.native_id, descriptors, kind)
+
+    def _window_kinds(self, wanted: Sequence[str]) -> list[str]:
+        """Those that daemon and worker both have, the best one first."""
         kinds = self._state.plane.window_kinds
-        for kind in kinds:
-            if kind in wanted or (not wanted and kind not in native.DEVICE_WINDOW_KINDS):
-                return kind
+        unasked = {*native.DEVICE_WINDOW_KINDS, native.PULL}
+        both = [kind for kind in kinds if kind in wanted or (not wanted and kind not in unasked)]
+        if both:
+            return both
         raise StoreError(
             "FAILED_PRECONDITION",
             f"the daemon's windows are {', '.join(kinds)}, the worker can map {', '.join(wanted) or 'shm'}: "

@@ -160,7 +160,8 @@ def hash_select(
 WINDOW_PROBE: bytes  # what the daemon stores into the first and last line of a window in a device's memory
 
 def pull_layout(window_bytes: int) -> tuple[int, int, int]:
-    """The memory of a window of kind pull (csrc/core/pull.h): the byte where its lines begin, their number, all bytes."""
+    """The memory of a window of kind pull (csrc/core/pull.h): the byte where its lines begin, their number, all
+    bytes."""
 
 class ImportedWindow:
     """A window in a device's memory, imported from the daemon's descriptor, which the caller keeps."""

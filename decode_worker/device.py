@@ -82,7 +82,7 @@ class Gpu(Device):
     """The first of the GPUs that this process sees."""
 
     torch_device = torch.device("cuda", 0)
-    windows = ("gdr", "bounce")
+    windows = ("gdr", "pull", "bounce")
     wakes = False
     graphs = True
 

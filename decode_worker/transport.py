@@ -66,7 +66,7 @@ class Transport:
         self._moved_s = 0.0  # when a bulk ticket was posted, or a run of one was last seen to have ended
         with contextlib.closing(memory), contextlib.ExitStack() as undo:
             made = next(kind for kind in kinds if kind.kind == memory.window_kind)
-            self.window = made(memory.window_fd, memory.window_bytes, device)
+            self.window = made.over(memory, device)
             undo.callback(self.window.close)
             undo.callback(device.close)
             self.window.self_test()

@@ -216,9 +216,9 @@ class DataPlane:
         """Maps a worker's memory (fds are duplicated). Returns the worker's id.
 
         window: one of `window_kinds`, or empty for the best. One in a device's memory is made here, and needs no
-        `window_fd`; RESOURCE_EXHAUSTED if the device has no more. One of kind pull has the memory of `pull_window_bytes`;
-        as long as an owner has such workers its packs are cached in its arena alone. RESOURCE_EXHAUSTED: no arena is
-        left, UNAVAILABLE: runs do not make room for it within 5 s.
+        `window_fd`; RESOURCE_EXHAUSTED if the device has no more. One of kind pull has the memory of
+        `pull_window_bytes`; as long as an owner has such workers its packs are cached in its arena alone.
+        RESOURCE_EXHAUSTED: no arena is left, UNAVAILABLE: runs do not make room for it within 5 s.
 
         `owner` (u32, its uid): copy threads and disk are shared fairly by bytes among owners, then among an owner's
         workers. `wait_ms` (0: 2000) is how long the worker waits for a ticket: a run that has waited 3/4 of it ends in

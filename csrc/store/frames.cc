@@ -26,7 +26,7 @@ constexpr uint64_t kShrinkLooks = 16;
 constexpr uint32_t kCommonFramesMin = 8;  // that no arena takes, so that several runs at once find some
 constexpr uint32_t kArenaFramesMin = 8;
 constexpr uint32_t kArenasMax = 64;
-constexpr uint64_t kArenaBytesMax = 128ull << 30;  // an answer has 32 bits for a line of it
+constexpr uint64_t kArenaBytesMax = 127ull << 30;  // an answer has 31 bits for a line of it
 
 uint32_t frames_in(uint64_t dram_bytes, uint32_t extent_blocks) {
   if (extent_blocks < 1 || extent_blocks > kExtentBlocksMax) throw invalid_argument("extent_blocks must be 1..16");

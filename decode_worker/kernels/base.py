@@ -28,12 +28,13 @@ from decode_worker.policy.plan import QueryKind, Ticket
 from decode_worker.policy.settings import PolicySettings
 from decode_worker.retrieval.base import Retriever
 from decode_worker.retrieval.view import StoredPack
+from decode_worker.window.base import Frames
 
 
 @dataclass(frozen=True, eq=False)
 class StepContext:
-    """What a kernel set works on. `window`, `landing`: decode_worker/window/base.py; `ring`: None for a set whose
-    tickets others carry out."""
+    """What a kernel set works on. `window`, `landing`, `frames`: decode_worker/window/base.py; `ring`: None for a set
+    whose tickets others carry out."""
 
     settings: PolicySettings
     state: HeadState
@@ -48,6 +49,7 @@ class StepContext:
     threads: int
     stale_fails: bool
     wait_us: int
+    frames: Frames | None = None
 
 
 class Rows:

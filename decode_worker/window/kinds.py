@@ -27,6 +27,13 @@ def _bounce() -> type[Window]:
     return BounceWindow
 
 
+@WINDOWS.register("pull")
+def _pull() -> type[Window]:
+    from decode_worker.window.pull import PullWindow
+
+    return PullWindow
+
+
 @WINDOWS.register("gdr")
 def _gdr() -> type[Window]:
     from decode_worker.window.gdr import GdrWindow

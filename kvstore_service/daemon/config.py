@@ -311,7 +311,8 @@ def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Co
         raise ConfigError(f"broker={config.broker}: the same path as socket; give each its own")
     if (config.arena_bytes or 0) > config.dram_bytes:
         raise ConfigError(
-            f"arena_bytes={format_size(config.arena_bytes or 0)}: more than dram_bytes, of which it is a part; write less"
+            f"arena_bytes={format_size(config.arena_bytes or 0)}: "
+            f"more than dram_bytes={format_size(config.dram_bytes)}, of which it is a part; write less"
         )
     if config.tcp != "off" and config.tls == "off":
         raise ConfigError(f"tcp={config.tcp}: needs mutual TLS; set tls to the directory of the certificates")

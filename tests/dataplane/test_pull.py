@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -221,7 +222,7 @@ def test_a_run_that_fails_half_way_leaves_no_pin(directory, rng):
         rig.device_ring.begin_steps()
         for step in range(10):
             seq = rig.pulls(epoch, step % 2, np.sort(rng.choice(512, 60, replace=False)), np.arange(60))
-            assert (OK, 0) != sorted(rig.device.collect(seq))[1]
+            assert sorted(rig.device.collect(seq))[1] != (OK, 0)
             rig.release(seq)
         until(lambda: rig.stat("frames_pinned") == 0)
         assert_adds_up(rig)
@@ -248,7 +249,7 @@ def assert_adds_up(rig) -> None:
 def shared_bytes() -> int:
     """Resident shared memory of this process's mappings of arenas."""
     total, ours = 0, False
-    for line in open("/proc/self/smaps"):
+    for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0] and ":" not in line.split()[0]:
             ours = "kvstore-arena" in line
         elif ours and line.startswith("Rss:"):
@@ -338,7 +339,7 @@ def fill(rig, epoch: int) -> None:
 
 def test_an_arena_that_cannot_be_had_is_refused_in_words(directory, rng):
     with PullRig(directory, **sizes()) as rig:
-        with pytest.raises(NativeError, match="all 1 arenas .* are taken by other users") as refused:
+        with pytest.raises(NativeError, match=r"all 1 arenas .* are taken by other users") as refused:
             add_pulling_worker(rig, 2000)
         assert refused.value.code == "RESOURCE_EXHAUSTED"
         add_pulling_worker(rig, rig.owner)

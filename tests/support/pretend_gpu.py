@@ -68,7 +68,7 @@ def _again(function: Any, arguments: tuple[Any, ...], options: dict[str, Any], r
 
 
 class PretendGpu(Host):
-    windows = ("gdr", "bounce")
+    windows = ("gdr", "pull", "bounce")
     wakes = False
     graphs = True
 

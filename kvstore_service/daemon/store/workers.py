@@ -73,7 +73,9 @@ class Workers:
                 except StoreError as error:
                     if kind != native.PULL:
                         raise
-                    event(log, WARNING, "no such window for a worker", window=kind, name=worker.name, error=error.message)
+                    event(
+                        log, WARNING, "no such window for a worker", window=kind, name=worker.name, error=error.message
+                    )
             return self._registered(worker, last, slots, window_bytes, staging_bytes, rings)
 
     def _registered(

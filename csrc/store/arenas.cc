@@ -72,6 +72,9 @@ uint32_t Arenas::count() const {
 
 void Arenas::make(uint32_t owner) {
   FrameAccount& account = frames_.account(owner);
+  if (frames_.arenas() == 0)
+    throw resource_exhausted("no arena of " + std::to_string(bytes()) + " B fits into the DRAM tier of " +
+                             std::to_string(frames_.count()) + " frames; lower arena_bytes or raise dram_bytes");
   Arena arena{frames_.reserve(account), {}};
   if (arena.number == frames_.arenas())
     throw resource_exhausted("all " + std::to_string(frames_.arenas()) + " arenas of " + std::to_string(bytes()) +

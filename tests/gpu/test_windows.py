@@ -75,7 +75,10 @@ def test_a_worker_gets_a_window_that_it_can_map(gpu_daemon: Daemon) -> None:
         mapped = transport(client, "gdr")
         assert isinstance(mapped.window, gdr_module.GdrWindow)
         mapped.close()
-    with connect(gpu_daemon, "strange") as client, pytest.raises(StoreError, match=r"gdr, shm.*pigeon") as refused:
+    with (
+        connect(gpu_daemon, "strange") as client,
+        pytest.raises(StoreError, match=r"gdr, pull, shm.*pigeon") as refused,
+    ):
         client.register_worker(1, WINDOW_BYTES, 4096, [RING], window_kinds=("pigeon",))
     assert refused.value.code == "FAILED_PRECONDITION"
 
@@ -99,11 +102,14 @@ def test_status_and_log_say_why_there_are_no_windows_on_a_gpu(tmp_path: Path) ->
     with Daemon(tmp_path, options=("--nvme-bytes=1GiB", f"--cuda-library={missing}")) as daemon:
         with AdminClient.connect(daemon.socket, daemon.broker) as admin:
             status = admin.get_status()
-        assert status.window_kind == "shm"
+        assert status.window_kind == "pull"
         (refused,) = status.windows_refused
         assert refused.startswith("gdr: ")
         assert missing in refused
-        with connect(daemon, "gpu") as client, pytest.raises(StoreError, match=r"are shm, the worker can map gdr"):
+        with (
+            connect(daemon, "gpu") as client,
+            pytest.raises(StoreError, match=r"are pull, shm, the worker can map gdr"),
+        ):
             transport(client, "gdr")
 
 

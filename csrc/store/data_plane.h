@@ -49,8 +49,8 @@ class DataPlane {
 
   // Rounds are fair among owners (uids) first.
   // Runs are given up after 3/4 of wait_ms (0: the default), the worker's wait.
-  // window: its kind, as Windows::make takes it. Of kind `pull` the owner's packs are cached in its arena alone, as long
-  // as it has such a worker; RESOURCE_EXHAUSTED: no arena is left.
+  // window: its kind, as Windows::make takes it. Of kind `pull` the owner's packs are cached in its arena alone, as
+  // long as it has such a worker; RESOURCE_EXHAUSTED: no arena is left.
   uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots,
                       uint32_t owner, uint32_t wait_ms, const std::string& window = "");
   // A new descriptor of a window that lies in a device's memory; -1 of another one.

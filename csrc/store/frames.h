@@ -48,8 +48,8 @@ struct FramePart {
 // loading only when their read is submitted, so that nobody waits for a read that itself waits in a queue.
 //
 // A frame belongs to the owner of its pack. An owner at its limit takes the place of its own frames only; above it,
-// once the limit was lowered, it takes none, and a frame goes when its last pin does. An owner with an arena takes frames
-// there and nowhere else, and nobody else does; what lies where it may not goes when its last pin does.
+// once the limit was lowered, it takes none, and a frame goes when its last pin does. An owner with an arena takes
+// frames there and nowhere else, and nobody else does; what lies where it may not goes when its last pin does.
 class Frames {
  public:
   // Never more than `dram_bytes` of memory. INVALID_ARGUMENT if not even one frame fits. arena_bytes: of an arena, as

@@ -478,7 +478,8 @@ void RingService::close(Shard& shard) {
   closing_.push_back(&shard);
 }
 
-// Ends some runs of a closed worker, and what it has to read; true when there is nothing more. Nobody reads the cells of dead rings.
+// Ends some runs of a closed worker, and the pins of what it reads; true when there are none. Nobody reads the cells of
+// dead rings.
 bool RingService::end_runs(Shard& shard) {
   const uint64_t end_ns = now_ns() + kGiveUpNs;
   for (auto& ring : shard.rings) {

@@ -77,7 +77,7 @@ def test_a_worker_gets_a_window_that_it_can_map(gpu_daemon: Daemon) -> None:
         mapped.close()
     with (
         connect(gpu_daemon, "strange") as client,
-        pytest.raises(StoreError, match=r"gdr, pull, shm.*pigeon") as refused,
+        pytest.raises(StoreError, match=r"pull, shm.*pigeon") as refused,
     ):
         client.register_worker(1, WINDOW_BYTES, 4096, [RING], window_kinds=("pigeon",))
     assert refused.value.code == "FAILED_PRECONDITION"
@@ -108,7 +108,7 @@ def test_status_and_log_say_why_there_are_no_windows_on_a_gpu(tmp_path: Path) ->
         assert missing in refused
         with (
             connect(daemon, "gpu") as client,
-            pytest.raises(StoreError, match=r"are pull, shm, the worker can map gdr"),
+            pytest.raises(StoreError, match="the worker can map gdr"),
         ):
             transport(client, "gdr")
 

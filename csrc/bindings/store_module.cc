@@ -238,6 +238,25 @@ class FairRounds {
   std::vector<std::unique_ptr<FairNode>> leaves_;
 };
 
+// The eviction policy over all of its frames.
+class Clock : public ClockPolicy {
+ public:
+  explicit Clock(uint32_t frames) : ClockPolicy(frames), frames_(frames) {}
+  uint32_t next_victim() {
+    return victim(frames_, [this] { return advance(); }, any).value_or(UINT32_MAX);
+  }
+  uint32_t next_coldest() {
+    return coldest(frames_, [this] { return advance(); }, any).value_or(UINT32_MAX);
+  }
+
+ private:
+  static bool any(uint32_t) { return true; }
+  uint32_t advance() { return hand_++ % frames_; }
+
+  const uint32_t frames_;
+  uint32_t hand_ = 0;
+};
+
 void bind_policy(nb::module_& m) {
   nb::class_<FairRounds>(m, "FairRounds")
       .def(nb::init<>())
@@ -250,13 +269,13 @@ void bind_policy(nb::module_& m) {
           "charge", [](FairRounds& r, uint32_t leaf, uint64_t bytes) { r.leaf(leaf).charge(bytes); }, "leaf"_a,
           "bytes"_a)
       .def("next", &FairRounds::next);
-  nb::class_<ClockPolicy>(m, "ClockPolicy")
+  nb::class_<Clock>(m, "ClockPolicy")
       .def(nb::init<uint32_t>(), "frames"_a)
-      .def("admit", &ClockPolicy::admit, "frame"_a, "weight"_a)
-      .def("use", &ClockPolicy::use, "frame"_a)
-      .def("remove", &ClockPolicy::remove, "frame"_a)
-      .def("victim", [](ClockPolicy& p) { return p.victim([](uint32_t) { return true; }).value_or(UINT32_MAX); })
-      .def("coldest", [](ClockPolicy& p) { return p.coldest([](uint32_t) { return true; }).value_or(UINT32_MAX); });
+      .def("admit", &Clock::admit, "frame"_a, "weight"_a)
+      .def("use", &Clock::use, "frame"_a)
+      .def("remove", &Clock::remove, "frame"_a)
+      .def("victim", &Clock::next_victim)
+      .def("coldest", &Clock::next_coldest);
 }
 
 void bind_data_plane(nb::module_& m) {

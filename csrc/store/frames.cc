@@ -302,9 +302,18 @@ std::optional<uint32_t> Frames::cold_frame(FrameAccount& owner, bool ahead) {
   if (own ? owner.pinned.load(std::memory_order_relaxed) == owner.used : this->unpinned(owner) == 0)
     return std::nullopt;
   auto unpinned = [&](uint32_t frame) { return meta_[frame].pins == 0 && open_to(owner, frame); };
-  if (!own) return ahead ? policy_.coldest(unpinned) : policy_.victim(unpinned);
-  auto next = [&] { return advance(owner); };
-  return ahead ? policy_.coldest(owner.used, next, unpinned) : policy_.victim(owner.used, next, unpinned);
+  auto next = [&] { return own ? advance(owner) : advance_common(); };
+  const uint32_t frames = own ? owner.used : common_.load(std::memory_order_relaxed);
+  return ahead ? policy_.coldest(frames, next, unpinned) : policy_.victim(frames, next, unpinned);
+}
+
+// Over arenas it jumps: they may be most of the tier.
+uint32_t Frames::advance_common() {
+  const uint32_t frame = common_hand_++;
+  while (common_hand_ < count_ && reserved_ > 0 && part_of(common_hand_).owner)
+    common_hand_ = arenas_end_ - (arenas_end_ - 1 - common_hand_) / arena_frames_ * arena_frames_;
+  if (common_hand_ == count_) common_hand_ = 0;
+  return frame;
 }
 
 uint32_t Frames::advance(FrameAccount& owner) {

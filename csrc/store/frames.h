@@ -139,6 +139,7 @@ class Frames {
   uint32_t take_frame(FrameAccount& owner, bool ahead);
   std::optional<uint32_t> cold_frame(FrameAccount& owner, bool ahead);
   uint32_t advance(FrameAccount& owner);
+  uint32_t advance_common();
   void admit(uint32_t frame, const ExtentUse& use, uint8_t weight);
   void evict(uint32_t frame);
   void give_up(uint32_t frame);
@@ -170,6 +171,7 @@ class Frames {
   std::vector<Meta> meta_;
   std::vector<FramePart> parts_;  // what is never an arena, then what may be
   uint32_t reserved_ = 0;         // arenas
+  uint32_t common_hand_ = 0;      // where the clock goes on among frames of no arena
   // Written under the mutex: frames with a pin, of all owners and of those without an arena; frames of no arena.
   std::atomic<uint32_t> pinned_{0}, common_pinned_{0}, common_{0};
   std::map<uint32_t, FrameAccount> accounts_;

@@ -12,6 +12,7 @@ from decode_worker.kernels.state import HeadState
 DLPack = Any  # a capsule of a tensor (torch.utils.dlpack.to_dlpack), or the tensor
 
 RUN_DTYPE: np.dtype[np.void]  # of struct Run in csrc/core/ring.h
+PULL_LINE_BYTES: int
 REQUESTS_HEADER_BYTES: int  # before the tickets
 OP_GATHER: int
 OP_RANGE: int
@@ -162,6 +163,10 @@ PROBE_LINES_MAX: int  # of a run
 
 def probe_lines(seed: int, first_line: int, count: int) -> NDArray[np.uint32]:
     """What a PROBE delivers to these lines of a window: uint32[count, 16]."""
+
+def pull_layout(window_bytes: int) -> tuple[int, int, int]:
+    """The memory of a window of kind pull (csrc/core/pull.h): the byte where its lines begin, their number, all
+    bytes."""
 
 class ImportedWindow:
     """A window in a device's memory, imported from the daemon's descriptor, which the caller keeps."""

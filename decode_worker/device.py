@@ -101,7 +101,7 @@ class Gpu(Device):
     """The first of the GPUs that this process sees."""
 
     torch_device = torch.device("cuda", 0)
-    windows = ("gdr", "staged", "bounce")
+    windows = ("gdr", "pull", "staged", "bounce")
     wakes = False
     graphs = True
 

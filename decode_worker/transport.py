@@ -102,7 +102,7 @@ class Transport:
 
     def _map(self, made: type[Window], memory: WorkerMemory) -> None:
         with contextlib.ExitStack() as undo:
-            self.window = made(memory.window_fd, memory.window_bytes, self._device)
+            self.window = made.over(memory, self._device)
             undo.callback(self.window.close)
             undo.callback(self._device.close)  # before what it shares is unmapped, here and below
             self._staging_map = mmap.mmap(memory.staging_fd, memory.staging_bytes)

@@ -66,6 +66,9 @@ class RingGeometry:
     requests_bytes: int
     completions_bytes: int
 
+def pull_window_bytes(window_bytes: int) -> int:
+    """Memory of a window of kind pull (csrc/core/pull.h)."""
+
 def crc32c(data: bytes) -> int: ...
 def block_crcs(build: bytes, first_block: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """The checksum of each 4 KiB block as a pack's table has it; `first_block` counts from the file's start."""
@@ -140,12 +143,14 @@ class DataPlane:
         cuda_library: str = "libcuda.so.1",
         gdr_library: str = "libgdrapi.so.2",
         gpu: int = 0,
+        arena_bytes: int = 0,
     ) -> None:
         """Allocates frames (anonymous huge-page memory), starts `copy_threads` threads, each with its own io_uring.
 
         A frame holds one extent of `extent_blocks` blocks (1..16); frames are carved from `dram_bytes` (which is never
         exceeded). Packs of another extent_blocks are not opened. `window`, where windows lie, is of WINDOW_KINDS, or
-        auto, all kinds that work here. FAILED_PRECONDITION for one that does not; `cuda_library`, `gdr_library` and
+        auto, all kinds that work here. `arena_bytes`, part of dram_bytes: what an owner whose workers pull gets for
+        itself; 0: nobody can. FAILED_PRECONDITION for one that does not; `cuda_library`, `gdr_library` and
         `gpu` are what those in a device's memory need."""
     window_kinds: list[str]
     """What there is, the best one first."""
@@ -214,13 +219,18 @@ class DataPlane:
         """Maps a worker's memory (fds are duplicated). Returns the worker's id.
 
         window: one of `window_kinds`, or empty for the best. One in a device's memory is made here, and needs no
-        `window_fd`; RESOURCE_EXHAUSTED if the device has no more.
+        `window_fd`; RESOURCE_EXHAUSTED if the device has no more. One of kind pull has the memory of
+        `pull_window_bytes`; as long as an owner has such workers its packs are cached in its arena alone.
+        RESOURCE_EXHAUSTED: no arena is left, UNAVAILABLE: runs do not make room for it within 5 s.
 
         `owner` (u32, its uid): copy threads and disk are shared fairly by bytes among owners, then among an owner's
         workers. `wait_ms` (0: 2000) is how long the worker waits for a ticket: a run that has waited 3/4 of it ends in
         ERROR/UNAVAILABLE (GATHER since its ticket was taken, RANGE and STORE since its ring last got on)."""
     def window_descriptor(self, worker: int) -> int:
         """A new descriptor by which a worker imports its window in a device's memory, the caller's; -1 for another."""
+    def arena_descriptor(self, worker: int) -> int:
+        """A new descriptor of the arena of a worker that pulls, the caller's; -1 for another. It cannot be mapped for
+        writing, grown or shrunk."""
     def add_ring(
         self, worker: int, requests_fd: int, completions_fd: int, geometry: RingGeometry, device: bool = False
     ) -> int:

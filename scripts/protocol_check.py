@@ -154,11 +154,16 @@ CHECKS: tuple[Check, ...] = (
         "pull",
         ASSERTION,
         "UNPIN_AT_ANSWER",
-        "RELEASED_MAX",
+        "RELEASED_BY_THE_FIRST",
         "RELEASED_BEFORE_READ",
         "RELEASED_TAKEN_AS_NEXT",
+        "GATHER_OUT_OF_ORDER",
         "PINS_FOR_EVER",
+        "NO_FALLBACK",
         "UNPIN_WITHOUT_POISON",
+        "UNPIN_BEFORE_POISON",
+        "POISON_NOT_READ",
+        "POISON_READ_FIRST",
     ),
 )
 

@@ -12,6 +12,7 @@
 #include <memory>
 #include <tuple>
 
+#include "core/pull.h"
 #include "store/crc32c.h"
 #include "store/data_plane.h"
 #include "store/eviction.h"
@@ -237,6 +238,25 @@ class FairRounds {
   std::vector<std::unique_ptr<FairNode>> leaves_;
 };
 
+// The eviction policy over all of its frames.
+class Clock : public ClockPolicy {
+ public:
+  explicit Clock(uint32_t frames) : ClockPolicy(frames), frames_(frames) {}
+  uint32_t next_victim() {
+    return victim(frames_, [this] { return advance(); }, any).value_or(UINT32_MAX);
+  }
+  uint32_t next_coldest() {
+    return coldest(frames_, [this] { return advance(); }, any).value_or(UINT32_MAX);
+  }
+
+ private:
+  static bool any(uint32_t) { return true; }
+  uint32_t advance() { return hand_++ % frames_; }
+
+  const uint32_t frames_;
+  uint32_t hand_ = 0;
+};
+
 void bind_policy(nb::module_& m) {
   nb::class_<FairRounds>(m, "FairRounds")
       .def(nb::init<>())
@@ -249,13 +269,13 @@ void bind_policy(nb::module_& m) {
           "charge", [](FairRounds& r, uint32_t leaf, uint64_t bytes) { r.leaf(leaf).charge(bytes); }, "leaf"_a,
           "bytes"_a)
       .def("next", &FairRounds::next);
-  nb::class_<ClockPolicy>(m, "ClockPolicy")
+  nb::class_<Clock>(m, "ClockPolicy")
       .def(nb::init<uint32_t>(), "frames"_a)
-      .def("admit", &ClockPolicy::admit, "frame"_a, "weight"_a)
-      .def("use", &ClockPolicy::use, "frame"_a)
-      .def("remove", &ClockPolicy::remove, "frame"_a)
-      .def("victim", [](ClockPolicy& p) { return p.victim([](uint32_t) { return true; }).value_or(UINT32_MAX); })
-      .def("coldest", [](ClockPolicy& p) { return p.coldest([](uint32_t) { return true; }).value_or(UINT32_MAX); });
+      .def("admit", &Clock::admit, "frame"_a, "weight"_a)
+      .def("use", &Clock::use, "frame"_a)
+      .def("remove", &Clock::remove, "frame"_a)
+      .def("victim", &Clock::next_victim)
+      .def("coldest", &Clock::next_coldest);
 }
 
 void bind_data_plane(nb::module_& m) {
@@ -264,13 +284,17 @@ void bind_data_plane(nb::module_& m) {
           "__init__",
           [](DataPlane* self, uint64_t dram_bytes, uint32_t io_depth, uint32_t copy_threads, uint32_t spin_us,
              uint32_t extent_blocks, const std::string& window, const std::string& cuda_library,
-             const std::string& gdr_library, int gpu) {
-            new (self) DataPlane(DataPlaneOptions{
-                dram_bytes, io_depth, copy_threads, spin_us, extent_blocks, {window, cuda_library, gdr_library, gpu}});
+             const std::string& gdr_library, int gpu, uint64_t arena_bytes) {
+            new (self) DataPlane(DataPlaneOptions{dram_bytes,
+                                                  io_depth,
+                                                  copy_threads,
+                                                  spin_us,
+                                                  extent_blocks,
+                                                  {window, cuda_library, gdr_library, gpu, arena_bytes}});
           },
           "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, "window"_a = "shm",
           "cuda_library"_a = WindowSettings().cuda_library, "gdr_library"_a = WindowSettings().gdr_library, "gpu"_a = 0,
-          NoGil())
+          "arena_bytes"_a = 0, NoGil())
       .def("close", &DataPlane::close, NoGil())
       .def("create_upload", &DataPlane::create_upload, "path"_a, "spec"_a, NoGil())
       .def("upload_missing", &DataPlane::upload_missing, "upload"_a, NoGil())
@@ -286,6 +310,7 @@ void bind_data_plane(nb::module_& m) {
       .def("add_worker", &DataPlane::add_worker, "window_fd"_a, "window_bytes"_a, "staging_fd"_a, "staging_bytes"_a,
            "slots"_a, "owner"_a, "wait_ms"_a = 0, "window"_a = "", NoGil())
       .def("window_descriptor", &DataPlane::window_descriptor, "worker"_a, NoGil())
+      .def("arena_descriptor", &DataPlane::arena_descriptor, "worker"_a, NoGil())
       .def_prop_ro("window_kinds", [](DataPlane& plane) { return windows_of(plane)->kinds(); })
       .def(
           "window_pinned_bytes",
@@ -318,6 +343,7 @@ NB_MODULE(_native, m) {
   m.attr("RING_VERSION") = kRingVersion;
   m.attr("WINDOW_KINDS") = nb::tuple(nb::cast(window_kinds()));
   m.attr("DEVICE_WINDOW_KINDS") = nb::tuple(nb::cast(device_window_kinds()));
+  m.def("pull_window_bytes", [](uint64_t bytes) { return PullLayout{bytes}.memory_bytes(); }, "window_bytes"_a);
   bind_errors(m);
   bind_shapes(m);
   bind_policy(m);

@@ -72,6 +72,7 @@ nb::dict layout(const RingProducer& ring) {
   const RingLayout& l = ring.layout();
   const std::pair<const char*, uint64_t> places[] = {
       {"poison", offsetof(RequestsHeader, poison)},
+      {"released", offsetof(RequestsHeader, released)},
       {"tickets", l.ticket_off(0)},
       {"runs", l.runs_off(0)},
       {"runs_stride", l.runs_off(1) - l.runs_off(0)},

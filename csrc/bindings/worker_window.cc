@@ -2,12 +2,15 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/probe.h"
+#include "core/pull.h"
 #include "gpu/device_memory.h"
 
 namespace nb = nanobind;
@@ -45,6 +48,14 @@ void bind_window(nb::module_& m) {
   m.attr("PROBE_BYTES") = kProbeBytes;
   m.attr("PROBE_LINES_MAX") = kProbeLinesMax;
   m.def("probe_lines", &probe_lines, "seed"_a, "first_line"_a, "count"_a);
+  m.attr("PULL_LINE_BYTES") = kPullLineBytes;
+  m.def(
+      "pull_layout",
+      [](uint64_t bytes) {
+        PullLayout layout{bytes};
+        return std::make_tuple(layout.lines_off(), layout.lines(), layout.memory_bytes());
+      },
+      "window_bytes"_a);
   nb::class_<ImportedWindow>(m, "ImportedWindow")
       .def(nb::init<int, uint64_t, bool, const std::string&, int>(), "fd"_a, "size_bytes"_a, "for_rdma"_a,
            "cuda_library"_a, "gpu"_a)

@@ -16,7 +16,7 @@
 namespace headgate {
 
 inline constexpr uint64_t kRingMagic = 0x31474e4952474448ull;  // "HDGRING1"
-inline constexpr uint32_t kRingVersion = 2;
+inline constexpr uint32_t kRingVersion = 3;
 inline constexpr uint64_t kPoisoned = UINT64_MAX;
 inline constexpr uint32_t kTicketsMax = 4096;
 inline constexpr uint32_t kRunsMax = 1u << 16;
@@ -68,8 +68,9 @@ struct RequestsHeader {
   alignas(64) uint32_t bell;      // the worker rings it; the daemon sleeps on it
   alignas(64) uint32_t asleep;    // the worker sleeps (on CompletionsHeader::bell)
   alignas(64) uint64_t stepping;  // of a device's ring: not 0 while it may post; each burst of steps another number
+  alignas(64) uint64_t released;  // of a device that pulls: it has read all that tickets <= released were answered with
 };
-static_assert(sizeof(RequestsHeader) == 320);
+static_assert(sizeof(RequestsHeader) == 384);
 
 struct CompletionsHeader {
   uint64_t magic;

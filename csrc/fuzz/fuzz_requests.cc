@@ -1,7 +1,8 @@
 // libFuzzer target: whatever a worker writes into its requests, the daemon stays within bounds, and so does its service
 // to another worker.
 //
-// Two workers of two owners share a data plane with one copy thread; each has two rings. The input is a script (see
+// Two workers of two owners share a data plane with one copy thread; each has two rings. The hostile one
+// reads its records in the daemon's frames. The input is a script (see
 // `play`) of what the hostile one does: tickets of every kind, wild bytes, CANCELs, unbinds. The other one asks for
 // records in between. Its DRAM tier holds less than the two documents together, so both are hot and cold by turns.
 // Judged: what the other worker gets and when, each byte of both windows, the daemon's heap, and its census at the end.
@@ -30,7 +31,8 @@ constexpr uint32_t kVictim = 0, kHostile = 1;  // documents and owners
 constexpr uint32_t kPackTokens[] = {256, 512};
 constexpr uint32_t kRecords = kPackTokens[0] + kPackTokens[1];
 constexpr uint32_t kExtentBlocks = 4;
-constexpr uint64_t kDramBytes = 10 * kExtentBlocks * kBlockBytes;  // of 24 extents
+constexpr uint64_t kArenaBytes = 8 * kExtentBlocks * kBlockBytes;                // the hostile one's, of 12 extents
+constexpr uint64_t kDramBytes = kArenaBytes + 10 * kExtentBlocks * kBlockBytes;  // of 24 extents
 constexpr uint64_t kAnswerUs = 5'000'000, kInputNs = 10'000'000'000;
 constexpr uint64_t kHeapBytesMax = 24 << 20;  // more than before the input
 constexpr uint32_t kAsked = 4;                // records of one of the victim's tickets
@@ -45,7 +47,8 @@ PackHeader shape(uint32_t tokens, uint8_t name) {
 
 // What outlives an input: the data plane, both documents, and the worker to whom nothing may happen.
 struct World {
-  DataPlane plane{DataPlaneOptions{kDramBytes, 8, 1, 30, kExtentBlocks}};
+  DataPlane plane{DataPlaneOptions{kDramBytes, 8, 1, 30, kExtentBlocks,
+                                   WindowSettings{.kind = "auto", .arena_bytes = kArenaBytes}}};
   std::string directory;
   uint32_t files = 0;
   std::vector<uint32_t> packs[2];
@@ -57,7 +60,7 @@ struct World {
     char name[] = "fuzz-XXXXXX";  // here: temporary directories often are memory, which has no O_DIRECT
     require(mkdtemp(name) != nullptr, "the working directory is not writable");
     directory = std::filesystem::absolute(name);
-    victim.emplace(plane, kVictim, kVictimGeometry);
+    victim.emplace(plane, kVictim, kVictimGeometry, "shm");
     for (uint32_t i = 0; i < kRings; ++i)
       producers.push_back(
           std::make_unique<RingProducer>(victim->ring(i).requests.fd(), victim->ring(i).completions.fd()));
@@ -173,7 +176,7 @@ class Script {
 
 class Player {
  public:
-  explicit Player(RingGeometry geometry) : geometry_(geometry), worker_(world().plane, kHostile, geometry) {
+  explicit Player(RingGeometry geometry) : geometry_(geometry), worker_(world().plane, kHostile, geometry, "pull") {
     worker_.bind(world().packs[kHostile]);
     // A STORE of any even offset finds a map that is a permutation, and records that are not empty.
     uint16_t* staged = reinterpret_cast<uint16_t*>(worker_.staging());
@@ -195,7 +198,7 @@ class Player {
           cancel(script, script.next<uint8_t>() % kRings);
           break;
         case 5:
-          command(script.next<uint8_t>());
+          command(script, script.next<uint8_t>());
           break;
         case 6:
           std::this_thread::sleep_for(std::chrono::microseconds(script.next<uint8_t>()));
@@ -208,7 +211,10 @@ class Player {
     world().ask();
   }
 
-  void check_window() const { worker_.check_window(kHostile, kRecords); }
+  void check_window() const {
+    worker_.check_window(kHostile, kRecords);
+    worker_.check_arena(kHostile, kRecords);
+  }
 
  private:
   // The next ticket as a worker would post it: its numbers are the script's, its sequence is right. A few runs and
@@ -277,8 +283,8 @@ class Player {
   }
 
   // What the control plane does for a worker, at any moment.
-  void command(uint8_t which) {
-    switch (which % 4) {
+  void command(Script& script, uint8_t which) {
+    switch (which % 5) {
       case 0:
         allow_poison([&] { rebind(); });
         break;
@@ -293,7 +299,17 @@ class Player {
       case 3:
         require(heap_bytes() <= heap_before_ + kHeapBytesMax, "the heap grows with what a worker declares");
         break;
+      case 4:
+        release(script);
+        break;
     }
+  }
+
+  // What its device says that it has read: often of about now, and as often anything.
+  void release(Script& script) {
+    uint64_t value = script.next<uint64_t>();
+    if (value % 2 == 0) value = next_[kRings - 1] - value / 2 % 4;
+    as_atomic(reinterpret_cast<RequestsHeader*>(worker_.ring(kRings - 1).requests.data())->released).store(value);
   }
 
   // After unbind nothing of the old epoch can store any more.

@@ -25,9 +25,15 @@ constexpr auto kBetweenLooks = std::chrono::milliseconds(1);
 
 }  // namespace
 
-SharedWorker::SharedWorker(DataPlane& plane, uint32_t owner, RingGeometry geometry) : plane_(plane) {
+SharedWorker::SharedWorker(DataPlane& plane, uint32_t owner, RingGeometry geometry, const char* window)
+    : plane_(plane) {
   clear_window();
-  id_ = plane.add_worker(window_.fd(), kWindowBytes, staging_.fd(), kStagingBytes, 1, owner, 0);
+  id_ = plane.add_worker(window_.fd(), kWindowBytes, staging_.fd(), kStagingBytes, 1, owner, 0, window);
+  if (Fd arena(plane.arena_descriptor(id_)); arena.get() >= 0) {
+    struct stat info;
+    require(fstat(arena.get(), &info) == 0, "an arena without a size");
+    arena_ = std::make_unique<Mapping>(arena.get(), uint64_t(info.st_size), PROT_READ, "arena");
+  }
   for (uint32_t i = 0; i < kRings; ++i) {
     rings_.push_back(std::make_unique<SharedRing>(geometry));
     const bool device = i > 0;  // its mark is scribbled over like everything else
@@ -88,6 +94,17 @@ void SharedWorker::check_window(uint32_t document, uint32_t records) const {
     }
   }
   gap_is_clean(kWindowBytes);
+}
+
+void SharedWorker::check_arena(uint32_t document, uint32_t records) const {
+  const Record none{};
+  for (uint64_t at = 0; arena_ && at < arena_->bytes(); at += sizeof none) {
+    Record r;
+    std::memcpy(&r, arena_->data() + at, sizeof r);
+    const uint32_t word = r.words[0], layer = word >> 20 & 0xf, lane = word >> 16 & 0xf, id = word & 0xffff;
+    bool own = layer < kLayers && lane < kLanes && id < records && r == Record::of(document, layer, lane, id);
+    require(own || r == none, "an arena holds what is no record of its owner");
+  }
 }
 
 uint64_t heap_bytes() {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/pack.h"
+#include "core/pull.h"
 #include "core/ring.h"
 #include "store/data_plane.h"
 #include "store/mapping.h"
@@ -83,7 +84,7 @@ struct SharedRing {
 // Registered for as long as it lives; slot 0 is bound to `packs`, which hold one document's records in order.
 class SharedWorker {
  public:
-  SharedWorker(DataPlane& plane, uint32_t owner, RingGeometry geometry);
+  SharedWorker(DataPlane& plane, uint32_t owner, RingGeometry geometry, const char* window);
   ~SharedWorker();
 
   uint32_t id() const { return id_; }
@@ -96,6 +97,8 @@ class SharedWorker {
   // Aborts unless every place of every lane holds its canary, a whole record of that lane of `document` or a PROBE's
   // line, and nothing but those lines was written between the lanes.
   void check_window(uint32_t document, uint32_t records) const;
+  // Aborts unless all that it can read in its arena is records of `document`.
+  void check_arena(uint32_t document, uint32_t records) const;
   Record at(uint32_t layer, uint32_t lane, uint32_t place) const;
   // But for lines of PROBEs, which no unbind ends.
   bool window_is_clear() const;
@@ -108,7 +111,8 @@ class SharedWorker {
   }
 
   DataPlane& plane_;
-  Shared window_{kWindowBytes}, staging_{kStagingBytes};
+  Shared window_{PullLayout{kWindowBytes}.memory_bytes()}, staging_{kStagingBytes};
+  std::unique_ptr<Mapping> arena_;
   std::vector<std::unique_ptr<SharedRing>> rings_;
   uint32_t id_, epoch_ = 0;
 };

@@ -14,6 +14,7 @@ namespace {
 constexpr uint64_t kMicrosecond = 1000;
 constexpr uint64_t kNapNs = 50 * kMicrosecond;        // while reads are in flight; new tickets wait this long
 constexpr uint64_t kPollNs = 20 * kMicrosecond;       // while a device steps, which cannot wake this thread
+constexpr uint64_t kPullNs = 1'000 * kMicrosecond;    // while frames wait for a device to have read them
 constexpr uint64_t kSleepNs = 50'000 * kMicrosecond;  // while idle: then a heartbeat
 constexpr uint64_t kDrainNapNs = 1'000 * kMicrosecond;
 constexpr uint64_t kDrainNs = 3'000'000 * kMicrosecond;  // a disk that hangs does not keep the daemon from ending
@@ -116,7 +117,7 @@ void CopyEngine::sleep() {
   const bool stepping = a_device_steps(now);  // before the tickets: one that came before the mark went is seen
   if (!anything_to_take()) {
     add(stepping ? counters_.polls : counters_.sleeps);
-    bells.wait(now + (stepping ? kPollNs : kSleepNs));
+    bells.wait(now + (stepping ? kPollNs : service_.pulling() ? kPullNs : kSleepNs));
   }
   for (RingWork* ring : service_.rings()) ring->consumer->set_asleep(false);
 }

@@ -17,13 +17,15 @@ struct Counters {
   Count records_copied{0}, bytes_copied{0}, extent_hits{0}, extent_misses{0}, evictions{0};
   Count nvme_read_bytes{0}, nvme_read_ops{0}, nvme_write_bytes{0}, crc_errors{0};
   Count wakes{0}, sleeps{0}, store_bytes{0}, warm_bytes{0}, promotes_dropped{0};
-  Count polls{0};          // short naps while a device may post
-  Count hints_dropped{0};  // reads ahead that found their queue full, or no memory
-  Count runs_late{0};      // given up at their deadline
-  Count runs_starved{0};   // waits for a frame or for planning memory
-  Count portions{0};       // plans made: parts of runs that were served at once
-  Count worker_faults{0};  // unexpected exceptions; those of a ring cost its worker its registration
-  Count calls_late{0};     // commands that a copy thread did not end in time
+  Count records_pulled{0};  // that a worker was told to read itself
+  Count pulls_late{0};      // workers that have not read them in time
+  Count polls{0};           // short naps while a device may post
+  Count hints_dropped{0};   // reads ahead that found their queue full, or no memory
+  Count runs_late{0};       // given up at their deadline
+  Count runs_starved{0};    // waits for a frame or for planning memory
+  Count portions{0};        // plans made: parts of runs that were served at once
+  Count worker_faults{0};   // unexpected exceptions; those of a ring cost its worker its registration
+  Count calls_late{0};      // commands that a copy thread did not end in time
   Histograms times;
 };
 

@@ -33,7 +33,8 @@ bool eventually(std::chrono::nanoseconds deadline, Condition condition) {
 
 }  // namespace
 
-DataPlane::DataPlane(const DataPlaneOptions& o) : frames_(o.dram_bytes, o.extent_blocks, counters_) {
+DataPlane::DataPlane(const DataPlaneOptions& o)
+    : frames_(o.dram_bytes, o.window.arena_bytes, o.extent_blocks, counters_) {
   if (o.copy_threads < 1 || o.copy_threads > kThreadsMax) throw invalid_argument("copy_threads must be 1..64");
   if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
   for (uint32_t i = 0; i < o.copy_threads; ++i)
@@ -262,10 +263,17 @@ uint32_t DataPlane::add_worker(int window_fd, uint64_t window_bytes, int staging
   auto worker = std::make_shared<Worker>(id, owner, home, uint32_t(engines_.size()), run_ns_max,
                                          windows->make(window, window_fd, window_bytes), window_bytes, staging_fd,
                                          staging_bytes, slots);
+  if (worker->pull) worker->arena = arenas_.join(owner);
   std::lock_guard lock(mutex_);
   if (closed_) throw unavailable("the data plane is closed");
   workers_[id] = std::move(worker);
   return id;
+}
+
+int DataPlane::arena_descriptor(uint32_t worker) {
+  auto w = find_worker(worker);
+  auto controlled = control(*w);
+  return w->arena ? w->arena->descriptor() : -1;
 }
 
 uint32_t DataPlane::add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry, bool device) {
@@ -334,6 +342,7 @@ void DataPlane::remove_worker(uint32_t worker) {
   }
   for (UploadEntry& entry : uploads) entry.upload->abort();
   uploads.clear();
+  w->arena.reset();
   // Its memory is unmapped here, not by a copy thread, which it would hold up; a hanging disk leaves it no choice.
   eventually(kLetGoDeadline, [&] { return w.use_count() == 1; });
 }
@@ -429,6 +438,8 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"runs_error", c.runs_error},
           {"runs_stale", c.runs_stale},
           {"records_copied", c.records_copied},
+          {"records_pulled", c.records_pulled},
+          {"pulls_late", c.pulls_late},
           {"bytes_copied", c.bytes_copied},
           {"extent_hits", c.extent_hits},
           {"extent_misses", c.extent_misses},
@@ -452,6 +463,8 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"frames", frames_.count()},
           {"frames_used", frames_.used()},
           {"frames_pinned", frames_.pinned()},
+          {"arenas", arenas_.count()},
+          {"arena_bytes", uint64_t{frames_.arena_frames()} * frames_.frame_bytes()},
           {"frame_bytes", frames_.frame_bytes()},
           {"packs_open", packs_.size()},
           {"uploads_open", uploads_.size()},

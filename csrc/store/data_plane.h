@@ -19,7 +19,7 @@ struct DataPlaneOptions {
   uint32_t copy_threads;
   uint32_t spin_us;
   uint32_t extent_blocks;
-  WindowSettings window = {};
+  WindowSettings window = {};  // and the size of arenas, part of dram_bytes
 };
 
 // Thread-safe; every call may block on the disk or on a copy thread, never on a worker. The mutex guards the tables
@@ -49,11 +49,14 @@ class DataPlane {
 
   // Rounds are fair among owners (uids) first.
   // Runs are given up after 3/4 of wait_ms (0: the default), the worker's wait.
-  // window: its kind, as Windows::make takes it.
+  // window: its kind, as Windows::make takes it. Of kind `pull` the owner's packs are cached in its arena alone, as
+  // long as it has such a worker; RESOURCE_EXHAUSTED: no arena is left.
   uint32_t add_worker(int window_fd, uint64_t window_bytes, int staging_fd, uint64_t staging_bytes, uint32_t slots,
                       uint32_t owner, uint32_t wait_ms, const std::string& window = "");
   // A new descriptor of a window that lies in a device's memory; -1 of another one.
   int window_descriptor(uint32_t worker) { return find_worker(worker)->window->descriptor(); }
+  // A new descriptor of its owner's arena, for a worker that pulls; -1 for another one.
+  int arena_descriptor(uint32_t worker);
   // Formats both headers; the ring is not looked at before serve_rings. device: one posts, which can wake nobody.
   uint32_t add_ring(uint32_t worker, int requests_fd, int completions_fd, RingGeometry geometry, bool device = false);
   // Copy threads serve the rings added so far. From here on one waits in the kernel for whoever may give pages of the
@@ -108,6 +111,7 @@ class DataPlane {
   Counters counters_;
   Trace trace_;
   Frames frames_;
+  Arenas arenas_{frames_};
   std::vector<std::unique_ptr<CopyEngine>> engines_;
 
   std::mutex close_mutex_;

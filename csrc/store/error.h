@@ -20,6 +20,7 @@ class Error : public std::runtime_error {
 inline Error invalid_argument(const std::string& m) { return {"INVALID_ARGUMENT", m}; }
 inline Error failed_precondition(const std::string& m) { return {"FAILED_PRECONDITION", m}; }
 inline Error not_found(const std::string& m) { return {"NOT_FOUND", m}; }
+inline Error resource_exhausted(const std::string& m) { return {"RESOURCE_EXHAUSTED", m}; }
 inline Error data_loss(const std::string& m) { return {"DATA_LOSS", m}; }
 inline Error unavailable(const std::string& m) { return {"UNAVAILABLE", m}; }
 

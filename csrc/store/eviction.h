@@ -41,11 +41,6 @@ class ClockPolicy {
     }
     return passed;
   }
-  // Over all frames.
-  template <typename Evictable>
-  std::optional<uint32_t> victim(Evictable evictable) {
-    return victim(uint32_t(state_.size()), [this] { return advance(); }, evictable);
-  }
 
   // For a read ahead: only a frame that is colder than everything with a use or a weight, and nothing wears down.
   template <typename Next, typename Evictable>
@@ -57,11 +52,6 @@ class ClockPolicy {
     }
     return std::nullopt;
   }
-  template <typename Evictable>
-  std::optional<uint32_t> coldest(Evictable evictable) {
-    return coldest(uint32_t(state_.size()), [this] { return advance(); }, evictable);
-  }
-
   static constexpr uint8_t kWeightMax = 7;
 
  private:
@@ -73,14 +63,7 @@ class ClockPolicy {
   static constexpr uint32_t kLookAhead = 256;
   static constexpr uint64_t kLooksMax = 1024;
 
-  uint32_t advance() {
-    uint32_t frame = hand_;
-    hand_ = frame + 1 == state_.size() ? 0 : frame + 1;
-    return frame;
-  }
-
   std::vector<State> state_;
-  uint32_t hand_ = 0;
 };
 
 }  // namespace headgate

@@ -7,6 +7,8 @@
 
 namespace headgate {
 
+struct FramePart;
+
 // Guarded by Frames. What is atomic is written under its mutex and may be read without; `held` is the copy threads'.
 struct FrameAccount {
   static constexpr uint32_t kNoLimit = UINT32_MAX;
@@ -24,6 +26,9 @@ struct FrameAccount {
   uint32_t hand = 0;                      // where the clock goes on in the ring, while used > 0
   std::atomic<uint32_t> pinned{0};        // frames of those
   std::atomic<uint32_t> limit{kNoLimit};  // frames
+  FramePart* part = nullptr;              // its arena: then its packs have frames there alone
+  std::atomic<uint32_t> arena{0};         // frames of that; 0: it has none
+  std::atomic<uint32_t> pulled{0};        // pins that wait for its workers to have read
   std::atomic<uint32_t> held[2] = {};     // by the owner's runs while they wait, of all threads; by decode, by bulk
 };
 

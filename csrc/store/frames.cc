@@ -6,6 +6,7 @@
 #include <bit>
 #include <cerrno>
 #include <unordered_map>
+#include <utility>
 
 #include "store/error.h"
 
@@ -22,6 +23,11 @@ constexpr uint32_t kShrinkAtOnce = 256;
 constexpr size_t kDropLooks = 8192;  // extents, most of them without a frame
 constexpr uint64_t kShrinkLooks = 16;
 
+constexpr uint32_t kCommonFramesMin = 8;  // that no arena takes, so that several runs at once find some
+constexpr uint32_t kArenaFramesMin = 8;
+constexpr uint32_t kArenasMax = 64;
+constexpr uint64_t kArenaBytesMax = 127ull << 30;  // an answer has 31 bits for a line of it
+
 uint32_t frames_in(uint64_t dram_bytes, uint32_t extent_blocks) {
   if (extent_blocks < 1 || extent_blocks > kExtentBlocksMax) throw invalid_argument("extent_blocks must be 1..16");
   uint64_t frames = dram_bytes / (uint64_t{extent_blocks} * kBlockBytes);
@@ -31,14 +37,28 @@ uint32_t frames_in(uint64_t dram_bytes, uint32_t extent_blocks) {
   return uint32_t(frames);
 }
 
+// Of an arena: whole huge pages where frames fill them.
+uint32_t arena_unit(uint32_t extent_blocks) {
+  const uint64_t frame_bytes = uint64_t{extent_blocks} * kBlockBytes;
+  return kHugePage % frame_bytes == 0 ? uint32_t(kHugePage / frame_bytes) : 1;
+}
+
+uint32_t arena_frames_in(uint64_t arena_bytes, uint32_t extent_blocks) {
+  const uint64_t frames = std::min(arena_bytes, kArenaBytesMax) / (uint64_t{extent_blocks} * kBlockBytes);
+  const uint32_t unit = arena_unit(extent_blocks);
+  return frames >= unit ? uint32_t(frames / unit * unit) : uint32_t(frames);
+}
+
 // Runs of adjacent blocks: what has to be read in one request each.
 uint32_t pieces(uint32_t blocks) { return uint32_t(std::popcount(blocks & ~(blocks << 1))); }
 
 }  // namespace
 
-Frames::Frames(uint64_t dram_bytes, uint32_t extent_blocks, Counters& counters)
+Frames::Frames(uint64_t dram_bytes, uint64_t arena_bytes, uint32_t extent_blocks, Counters& counters)
     : extent_blocks_(extent_blocks),
       count_(frames_in(dram_bytes, extent_blocks)),
+      arena_frames_(arena_frames_in(arena_bytes, extent_blocks)),
+      arenas_end_(arena_frames_ < arena_unit(extent_blocks) ? count_ : count_ - count_ % arena_unit(extent_blocks)),
       counters_(counters),
       meta_(count_),
       policy_(count_) {
@@ -50,15 +70,37 @@ Frames::Frames(uint64_t dram_bytes, uint32_t extent_blocks, Counters& counters)
   memory_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(at) + kHugePage - 1) / kHugePage * kHugePage);
   // Only whole huge pages are advised, so that the last one cannot reach past dram_bytes. Without them it is slower.
   if (bytes >= kHugePage) madvise(memory_, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
-  free_.reserve(count_);
-  for (uint32_t frame = count_; frame-- > 0;) free_.push_back(frame);
+  const uint32_t spare = arenas_end_ - std::min(arenas_end_, kCommonFramesMin);
+  parts_.resize(1 + (arena_frames_ < kArenaFramesMin ? 0 : std::min(spare / arena_frames_, kArenasMax)));
+  for (size_t i = 1; i < parts_.size(); ++i) parts_[i].free.reserve(arena_frames_);
+  parts_[0].free.reserve(count_ - uint32_t(parts_.size() - 1) * arena_frames_);
+  for (uint32_t frame = count_; frame-- > 0;) part_of(frame).free.push_back(frame);
+  common_ = count_;
 }
 
 Frames::~Frames() { munmap(mapped_, mapped_bytes_); }
 
 uint32_t Frames::used() const {
   std::lock_guard lock(mutex_);
-  return count_ - uint32_t(free_.size());
+  return count_ - free_frames();
+}
+
+uint32_t Frames::free_frames() const {
+  uint32_t count = 0;
+  for (const FramePart& part : parts_) count += uint32_t(part.free.size());
+  return count;
+}
+
+uint32_t Frames::tier(const FrameAccount& owner) const {
+  const uint32_t arena = owner.arena.load(std::memory_order_relaxed);
+  return arena > 0 ? arena : common_.load(std::memory_order_relaxed);
+}
+
+uint32_t Frames::unpinned(const FrameAccount& owner) const {
+  const bool alone = owner.arena.load(std::memory_order_relaxed) > 0;
+  const uint32_t pinned = (alone ? owner.pinned : common_pinned_).load(std::memory_order_relaxed);
+  const uint32_t all = tier(owner);
+  return all - std::min(all, pinned);
 }
 
 FrameAccount& Frames::account(uint32_t owner) {
@@ -163,7 +205,14 @@ void Frames::claim(ExtentUse& use) {
 
 void Frames::release(std::span<const ExtentUse> uses) {
   std::lock_guard lock(mutex_);
-  for (const ExtentUse& use : uses) unpin(use.frame, 1);
+  for (const ExtentUse& use : uses)
+    if (!use.kept) unpin(use.frame, 1);
+  releases_.fetch_add(1, std::memory_order_release);
+}
+
+void Frames::release(std::span<const uint32_t> kept) {
+  std::lock_guard lock(mutex_);
+  for (uint32_t frame : kept) unpin(frame, 1);
   releases_.fetch_add(1, std::memory_order_release);
 }
 
@@ -193,7 +242,7 @@ bool Frames::drop(PackFile& pack, size_t& next) {
 
 Frames::Census Frames::census() const {
   std::lock_guard lock(mutex_);
-  Census found{blocks_landed_, blocks_evicted_, 0, 0, count_ - free_.size(), 0, 0};
+  Census found{blocks_landed_, blocks_evicted_, 0, 0, count_ - free_frames(), 0, 0};
   std::unordered_map<const FrameAccount*, uint32_t> held;
   const FrameAccount* owner = nullptr;
   uint32_t* held_by_owner = nullptr;  // of neighbouring frames mostly the same
@@ -214,11 +263,7 @@ Frames::Census Frames::census() const {
 uint32_t Frames::take_frame(FrameAccount& owner, bool ahead) {
   const uint32_t limit = owner.limit.load(std::memory_order_relaxed);
   if (owner.used > limit) return kNoFrame;
-  if (owner.used < limit && !free_.empty()) {
-    uint32_t frame = free_.back();
-    free_.pop_back();
-    return frame;
-  }
+  if (uint32_t frame = owner.used < limit ? free_frame(owner) : kNoFrame; frame != kNoFrame) return frame;
   auto victim = cold_frame(owner, ahead);
   if (!victim) return kNoFrame;
   evict(*victim);
@@ -226,15 +271,49 @@ uint32_t Frames::take_frame(FrameAccount& owner, bool ahead) {
   return *victim;
 }
 
-// Whose place the owner may take: of its own frames at its limit, of all below.
+uint32_t Frames::free_frame(const FrameAccount& owner) {
+  for (FramePart& part : parts_) {
+    if (part.free.empty() || (owner.part ? owner.part != &part : part.owner != nullptr)) continue;
+    uint32_t frame = part.free.back();
+    part.free.pop_back();
+    return frame;
+  }
+  return kNoFrame;
+}
+
+const FramePart& Frames::part_of(uint32_t frame) const {
+  if (parts_.size() == 1 || frame >= arenas_end_) return parts_[0];
+  const uint32_t arena = (arenas_end_ - 1 - frame) / arena_frames_;
+  return parts_[arena < arenas() ? 1 + arena : 0];
+}
+
+FramePart& Frames::part_of(uint32_t frame) { return const_cast<FramePart&>(std::as_const(*this).part_of(frame)); }
+
+bool Frames::open_to(const FrameAccount& owner, uint32_t frame) const {
+  if (reserved_ == 0) return true;
+  const FramePart& part = part_of(frame);
+  return owner.part ? owner.part == &part : part.owner == nullptr;
+}
+
+// Whose place the owner may take: of its own frames at its limit or in its arena, of all below.
 std::optional<uint32_t> Frames::cold_frame(FrameAccount& owner, bool ahead) {
-  const bool own = owner.used == owner.limit.load(std::memory_order_relaxed);
+  const bool own = owner.part || owner.used == owner.limit.load(std::memory_order_relaxed);
   // A sweep could only find that out again, and starved runs ask often.
-  if (own ? owner.pinned.load(std::memory_order_relaxed) == owner.used : pinned() == count_) return std::nullopt;
-  auto unpinned = [this](uint32_t frame) { return meta_[frame].pins == 0; };
-  if (!own) return ahead ? policy_.coldest(unpinned) : policy_.victim(unpinned);
-  auto next = [&] { return advance(owner); };
-  return ahead ? policy_.coldest(owner.used, next, unpinned) : policy_.victim(owner.used, next, unpinned);
+  if (own ? owner.pinned.load(std::memory_order_relaxed) == owner.used : this->unpinned(owner) == 0)
+    return std::nullopt;
+  auto unpinned = [&](uint32_t frame) { return meta_[frame].pins == 0 && open_to(owner, frame); };
+  auto next = [&] { return own ? advance(owner) : advance_common(); };
+  const uint32_t frames = own ? owner.used : common_.load(std::memory_order_relaxed);
+  return ahead ? policy_.coldest(frames, next, unpinned) : policy_.victim(frames, next, unpinned);
+}
+
+// Over arenas it jumps: they may be most of the tier.
+uint32_t Frames::advance_common() {
+  const uint32_t frame = common_hand_++;
+  while (common_hand_ < count_ && reserved_ > 0 && part_of(common_hand_).owner)
+    common_hand_ = arenas_end_ - (arenas_end_ - 1 - common_hand_) / arena_frames_ * arena_frames_;
+  if (common_hand_ == count_) common_hand_ = 0;
+  return frame;
 }
 
 uint32_t Frames::advance(FrameAccount& owner) {
@@ -246,7 +325,7 @@ uint32_t Frames::advance(FrameAccount& owner) {
 void Frames::pin(uint32_t frame, uint32_t count) {
   Meta& m = meta_[frame];
   if (count > 0 && m.pins == 0) {
-    pinned_.fetch_add(1, std::memory_order_relaxed);
+    count_pinned(m.pack->account, 1);
     m.pack->account.pinned.fetch_add(1, std::memory_order_relaxed);
   }
   m.pins += count;
@@ -257,9 +336,14 @@ void Frames::unpin(uint32_t frame, uint32_t count) {
   m.pins -= count;
   if (count == 0 || m.pins > 0) return;
   FrameAccount& owner = m.pack->account;
-  pinned_.fetch_sub(1, std::memory_order_relaxed);
+  count_pinned(owner, -1);
   owner.pinned.fetch_sub(1, std::memory_order_relaxed);
-  if (owner.used > owner.limit.load(std::memory_order_relaxed)) give_up(frame);
+  if (owner.used > owner.limit.load(std::memory_order_relaxed) || !open_to(owner, frame)) give_up(frame);
+}
+
+void Frames::count_pinned(const FrameAccount& owner, int frames) {
+  pinned_.fetch_add(uint32_t(frames), std::memory_order_relaxed);
+  if (!owner.part) common_pinned_.fetch_add(uint32_t(frames), std::memory_order_relaxed);
 }
 
 void Frames::admit(uint32_t frame, const ExtentUse& use, uint8_t weight) {
@@ -282,7 +366,59 @@ void Frames::evict(uint32_t frame) {
 
 void Frames::give_up(uint32_t frame) {
   evict(frame);
-  free_.push_back(frame);
+  part_of(frame).free.push_back(frame);
+}
+
+// --- arenas ---
+
+uint32_t Frames::reserve(const FrameAccount& owner) {
+  std::lock_guard lock(mutex_);
+  uint32_t arena = 0;
+  while (arena < arenas() && parts_[1 + arena].owner) ++arena;
+  if (arena == arenas()) return arena;
+  parts_[1 + arena].owner = &owner;
+  ++reserved_;
+  common_.fetch_sub(arena_frames_, std::memory_order_relaxed);
+  return arena;
+}
+
+uint32_t Frames::vacate(uint32_t& next, uint32_t end) {
+  std::lock_guard lock(mutex_);
+  end = uint32_t(std::min<uint64_t>(end, next + kDropLooks));
+  uint32_t pinned = 0;
+  for (uint32_t gone = 0; next < end && gone < kShrinkAtOnce; ++next) {
+    const Meta& m = meta_[next];
+    if (m.pack == nullptr || open_to(m.pack->account, next)) continue;
+    if (m.pins > 0) {
+      ++pinned;
+    } else {
+      give_up(next);
+      ++gone;
+    }
+  }
+  return pinned;
+}
+
+void Frames::move_in(FrameAccount& owner, uint32_t arena) {
+  std::lock_guard lock(mutex_);
+  common_pinned_.fetch_sub(owner.pinned.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  owner.part = &parts_[1 + arena];
+  owner.arena.store(arena_frames_, std::memory_order_relaxed);
+}
+
+void Frames::move_out(FrameAccount& owner) {
+  std::lock_guard lock(mutex_);
+  common_pinned_.fetch_add(owner.pinned.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  owner.part = nullptr;
+  owner.arena.store(0, std::memory_order_relaxed);
+}
+
+void Frames::unreserve(uint32_t arena) {
+  std::lock_guard lock(mutex_);
+  parts_[1 + arena].owner = nullptr;
+  --reserved_;
+  common_.fetch_add(arena_frames_, std::memory_order_relaxed);
+  releases_.fetch_add(1, std::memory_order_release);
 }
 
 // Behind the hand, so that it comes there last.

@@ -11,6 +11,7 @@
 
 #include "store/counters.h"
 #include "store/eviction.h"
+#include "store/mapping.h"
 #include "store/pack_file.h"
 
 namespace headgate {
@@ -25,6 +26,7 @@ struct ExtentUse {
   uint16_t wanted;   // blocks
   uint16_t to_read;  // blocks that the caller must read now: claimed for it, nobody else does
   bool ready;        // every wanted block is valid
+  bool kept;         // its pin is somebody else's now
 };
 
 // The end of one read into a frame.
@@ -35,16 +37,24 @@ struct Landing {
   bool ahead;  // its pin ends with it
 };
 
+// Frames that lie together. One that is an arena is its owner's alone.
+struct FramePart {
+  std::vector<uint32_t> free;
+  const FrameAccount* owner = nullptr;
+};
+
 // Thread-safe. The mutex is held for a batch of extents, never across I/O or copies. A pinned frame keeps its extent;
 // blocks that are valid do not change, blocks that are loading belong to whoever reads them. Blocks are claimed as
 // loading only when their read is submitted, so that nobody waits for a read that itself waits in a queue.
 //
 // A frame belongs to the owner of its pack. An owner at its limit takes the place of its own frames only; above it,
-// once the limit was lowered, it takes none, and a frame goes when its last pin does.
+// once the limit was lowered, it takes none, and a frame goes when its last pin does. An owner with an arena takes
+// frames there and nowhere else, and nobody else does; what lies where it may not goes when its last pin does.
 class Frames {
  public:
-  // Never more than `dram_bytes` of memory. INVALID_ARGUMENT if not even one frame fits.
-  Frames(uint64_t dram_bytes, uint32_t extent_blocks, Counters& counters);
+  // Never more than `dram_bytes` of memory. INVALID_ARGUMENT if not even one frame fits. arena_bytes: of an arena, as
+  // many of which can be had as leave some frames for everybody else; 0: none.
+  Frames(uint64_t dram_bytes, uint64_t arena_bytes, uint32_t extent_blocks, Counters& counters);
   ~Frames();
   Frames(const Frames&) = delete;
   Frames& operator=(const Frames&) = delete;
@@ -52,6 +62,9 @@ class Frames {
   uint32_t count() const { return count_; }
   uint32_t used() const;
   uint32_t pinned() const { return pinned_.load(std::memory_order_relaxed); }
+  // Frames that the owner's packs could have, and those of them that nobody has pinned.
+  uint32_t tier(const FrameAccount& owner) const;
+  uint32_t unpinned(const FrameAccount& owner) const;
   // Move on when frames may have become free and when reads have ended: what waits for either looks again then.
   uint64_t releases() const { return releases_.load(std::memory_order_acquire); }
   uint64_t landings() const { return landings_.load(std::memory_order_acquire); }
@@ -78,11 +91,30 @@ class Frames {
   Ahead acquire_ahead(ExtentUse& use, uint8_t weight);
   // Looks again at pinned uses: a read of this thread or another may have landed or failed.
   void refresh(std::span<ExtentUse> uses);
+  // Of those that are not kept.
   void release(std::span<const ExtentUse> uses);
+  // The same for the pins of kept ones, by frame.
+  void release(std::span<const uint32_t> kept);
   void landed(std::span<const Landing> landings);
   // Gives up unpinned frames of some of the pack's extents, from `next` on, which moves on; true when no frame of the
   // pack is left.
   bool drop(PackFile& pack, size_t& next);
+
+  // --- arenas, for Arenas alone, which makes one call of a kind at a time ---
+
+  uint32_t arenas() const { return uint32_t(parts_.size() - 1); }
+  uint32_t arena_frames() const { return arena_frames_; }
+  uint32_t first_frame(uint32_t arena) const { return arenas_end_ - (arena + 1) * arena_frames_; }
+  // Takes an arena that is nobody's away from all: no frame of it is taken from here on. None left: arenas().
+  uint32_t reserve(const FrameAccount& owner);
+  // Gives up some frames that lie where their owners may not have them, from `next` on, which moves on; how many more
+  // of those that were looked at are pinned.
+  uint32_t vacate(uint32_t& next, uint32_t end);
+  // The owner's packs have frames in its arena alone; or where all have theirs, once more.
+  void move_in(FrameAccount& owner, uint32_t arena);
+  void move_out(FrameAccount& owner);
+  // Everybody's again.
+  void unreserve(uint32_t arena);
 
   // What must add up, counted in two ways at one moment: landed = valid + evicted, used = held = of all owners, and
   // each owner's frames = those found to be its.
@@ -107,6 +139,7 @@ class Frames {
   uint32_t take_frame(FrameAccount& owner, bool ahead);
   std::optional<uint32_t> cold_frame(FrameAccount& owner, bool ahead);
   uint32_t advance(FrameAccount& owner);
+  uint32_t advance_common();
   void admit(uint32_t frame, const ExtentUse& use, uint8_t weight);
   void evict(uint32_t frame);
   void give_up(uint32_t frame);
@@ -117,9 +150,18 @@ class Frames {
   void pin(uint32_t frame, uint32_t count);
   void unpin(uint32_t frame, uint32_t count);
   void prefetch(const ExtentUse& use) const;
+  uint32_t free_frame(const FrameAccount& owner);
+  const FramePart& part_of(uint32_t frame) const;
+  FramePart& part_of(uint32_t frame);
+  // Whether the owner's packs may lie there.
+  bool open_to(const FrameAccount& owner, uint32_t frame) const;
+  void count_pinned(const FrameAccount& owner, int frames);
+  uint32_t free_frames() const;
 
   const uint32_t extent_blocks_;
   const uint32_t count_;
+  const uint32_t arena_frames_;
+  const uint32_t arenas_end_;  // arena i ends i arenas before it
   Counters& counters_;
   uint8_t* mapped_ = nullptr;  // as mmap returned it
   uint64_t mapped_bytes_ = 0;
@@ -127,8 +169,11 @@ class Frames {
 
   mutable std::mutex mutex_;
   std::vector<Meta> meta_;
-  std::vector<uint32_t> free_;
-  std::atomic<uint32_t> pinned_{0};  // frames with a pin; written under the mutex
+  std::vector<FramePart> parts_;  // what is never an arena, then what may be
+  uint32_t reserved_ = 0;         // arenas
+  uint32_t common_hand_ = 0;      // where the clock goes on among frames of no arena
+  // Written under the mutex: frames with a pin, of all owners and of those without an arena; frames of no arena.
+  std::atomic<uint32_t> pinned_{0}, common_pinned_{0}, common_{0};
   std::map<uint32_t, FrameAccount> accounts_;
   std::atomic<uint64_t> releases_{0}, landings_{0};
   uint64_t blocks_landed_ = 0, blocks_evicted_ = 0;

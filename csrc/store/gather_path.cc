@@ -80,7 +80,7 @@ Need GatherPath::step(RunTask& t, bool may_read, uint64_t& cost) {
       return tried ? Need::kOther : Need::kTransfer;
     }
   }
-  copy_some(t, p, cost);
+  deliver_some(t, p, cost);
   if (p.next_use < p.uses.size()) return Need::kTurn;
   t.cursor += uint32_t(p.places.size());
   release(t);
@@ -100,7 +100,7 @@ Need GatherPath::begin_hot(RunTask& t, uint64_t& cost) {
     plan_.places.resize(served);
   }
   if (pinned == 0) return Need::kTurn;
-  t.cursor += copy_some(t, plan_, cost);
+  t.cursor += deliver_some(t, plan_, cost);
   frames_.release(plan_.uses);
   return t.cursor == t.total ? Need::kNothing : Need::kTurn;
 }
@@ -162,7 +162,7 @@ bool GatherPath::plan(RunTask& t, uint32_t records, size_t extents) {
     uint32_t block_in_extent = block - extent * frames_.extent_blocks();
     if (plan_.uses.empty() || plan_.uses.back().extent != extent || plan_.uses.back().pack != pack) {
       if (plan_.uses.size() == extents) break;
-      plan_.uses.push_back({pack, extent, kNoFrame, i, 0, 0, 0, false});
+      plan_.uses.push_back({pack, extent, kNoFrame, i, 0, 0, 0, false, false});
     }
     plan_.uses.back().wanted |= uint16_t(1u << block_in_extent);
     ++plan_.uses.back().count;
@@ -208,8 +208,8 @@ void GatherPath::release(RunTask& t) {
 // frame if there is any. An owner with a limit has a tier of that size. The same goes for planning memory.
 uint32_t GatherPath::cold_max(const RunTask& t) const {
   const Owner& owner = t.shard->turns->owner;
-  uint32_t tier = std::min(frames_.count(), owner.frames.limit.load(std::memory_order_relaxed));
-  uint32_t free = std::min(frames_.count() - std::min(frames_.count(), frames_.pinned()), owner.frames.pinnable());
+  uint32_t tier = std::min(frames_.tier(owner.frames), owner.frames.limit.load(std::memory_order_relaxed));
+  uint32_t free = std::min(frames_.unpinned(owner.frames), owner.frames.pinnable());
   uint32_t portion = std::min(kPortionExtents, std::max(1u, tier / 4));
   uint32_t share = t.bulk() ? free / 2 : free;
   uint32_t left = share - std::min(share, owner.frames.held[t.bulk()].load(std::memory_order_relaxed));
@@ -288,40 +288,51 @@ void GatherPath::flush_landings() {
   landings_.clear();
 }
 
-// Copies what one step may, from where the last one stopped; every extent of the portion is ready. Returns how many
+// Delivers what one step may, from where the last one stopped; every extent of the portion is ready. Returns how many
 // records that were.
-uint32_t GatherPath::copy_some(RunTask& t, Portion& p, uint64_t& cost) {
+uint32_t GatherPath::deliver_some(RunTask& t, Portion& p, uint64_t& cost) {
   const Binding& binding = t.binding();
   const uint32_t bytes = binding.record_bytes();
   const uint32_t limit = step_records(bytes);
   const uint64_t end_ns = now_ns() + kStepNs;
-  Window& window = *t.shard->worker.window;
+  Worker& worker = t.shard->worker;
+  PullWindow* const pull = t.op == Op::kGather && t.ring->consumer->device() ? worker.pull : nullptr;
   const uint64_t lane = binding.window(t.layer, t.run.lane).offset;
   if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = end_ns - kStepNs;
   const uint8_t* from[kRecordsAtOnce];
-  uint64_t to[kRecordsAtOnce];
-  uint32_t copied = 0;
+  uint64_t to[kRecordsAtOnce], named_at[kRecordsAtOnce], named_to[kRecordsAtOnce];
+  uint32_t copied = 0, pulled = 0;
   do {
-    uint32_t at_once = std::min(kRecordsAtOnce, limit - copied), count = 0;
-    while (count < at_once && p.next_use < p.uses.size()) {
-      const ExtentUse& use = p.uses[p.next_use];
+    uint32_t at_once = std::min(kRecordsAtOnce, limit - copied - pulled), count = 0, named = 0;
+    while (count + named < at_once && p.next_use < p.uses.size()) {
+      ExtentUse& use = p.uses[p.next_use];
+      if (pull && p.copied == 0 && worker.arena->has(use.frame))
+        use.kept = t.ring->pulled.keep(t.ticket->seq, use.frame);
       const uint8_t* frame = frames_.address(use.frame);
-      uint32_t end = std::min(use.count, p.copied + (at_once - count));
-      for (; p.copied < end; ++p.copied, ++count) {
-        uint32_t record = use.first + p.copied;
-        from[count] = frame + p.offsets[record];
-        to[count] = lane + uint64_t{p.places[record]} * bytes;
+      uint32_t end = std::min(use.count, p.copied + (at_once - count - named));
+      for (; p.copied < end; ++p.copied) {
+        const uint32_t record = use.first + p.copied;
+        const uint64_t place = lane + uint64_t{p.places[record]} * bytes;
+        if (use.kept) {
+          named_at[named] = worker.arena->offset(use.frame) + p.offsets[record];
+          named_to[named++] = place;
+        } else {
+          from[count] = frame + p.offsets[record];
+          to[count++] = place;
+        }
       }
       if (p.copied == use.count) ++p.next_use, p.copied = 0;
     }
     t.shard->unfenced = true;
-    window.deliver(from, to, count, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
-    copied += count;
-  } while (copied < limit && p.next_use < p.uses.size() && now_ns() < end_ns);
+    if (count > 0) worker.window->deliver(from, to, count, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
+    if (named > 0) pull->name(named_to, named_at, named);
+    copied += count, pulled += named;
+  } while (copied + pulled < limit && p.next_use < p.uses.size() && now_ns() < end_ns);
   add(counters_.records_copied, copied);
   add(counters_.bytes_copied, copied * uint64_t{bytes});
-  cost += copied * uint64_t{bytes};
-  return copied;
+  add(counters_.records_pulled, pulled);
+  cost += copied * uint64_t{bytes} + pulled * kPlanCost;
+  return copied + pulled;
 }
 
 }  // namespace headgate

@@ -1,4 +1,5 @@
-// Serves GATHER and RANGE runs: pins the extents of a portion, reads what is missing, copies records into the window.
+// Serves GATHER and RANGE runs: pins the extents of a portion, reads what is missing, copies records into the window or
+// says where they lie.
 #pragma once
 
 #include <cstdint>
@@ -58,7 +59,7 @@ class GatherPath {
   bool plan(RunTask& t, uint32_t records, size_t extents);
   void keep(RunTask& t);
   uint32_t cold_max(const RunTask& t) const;
-  uint32_t copy_some(RunTask& t, Portion& p, uint64_t& cost);
+  uint32_t deliver_some(RunTask& t, Portion& p, uint64_t& cost);
 
   Frames& frames_;
   IoEngine& io_;

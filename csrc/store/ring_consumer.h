@@ -40,6 +40,7 @@ class RingConsumer {
 
   uint64_t id() const { return id_; }
   const RingGeometry& geometry() const { return layout_.g; }
+  bool device() const { return device_; }
   bool dead() const;
   void poison();
   // Whether the next ticket is there and may be taken.
@@ -65,6 +66,8 @@ class RingConsumer {
   void heartbeat(uint64_t now) { as_atomic(completions().heartbeat).store(now, std::memory_order_relaxed); }
   // 0 unless a device may post meanwhile; another number for each burst of steps.
   uint64_t stepping() const { return device_ ? as_atomic(requests().stepping).load(std::memory_order_acquire) : 0; }
+  // What tickets up to this one were answered with its device has read; whatever its worker likes.
+  uint64_t released() const { return as_atomic(requests().released).load(std::memory_order_acquire); }
   const uint32_t& bell() const { return requests().bell; }
   void set_asleep(bool asleep) { as_atomic(completions().asleep).store(asleep, std::memory_order_relaxed); }
 

@@ -19,6 +19,7 @@ constexpr size_t kLookAtOnce = 64;       // rings looked at in a pass
 constexpr size_t kLookBetweenTurns = 8;  // and between two turns
 constexpr size_t kTendAtOnce = 16;       // rings whose deadlines are checked
 constexpr uint32_t kTakeAtOnce = 8;      // tickets
+constexpr size_t kUnpinAtOnce = 256;     // frames that a worker has read
 
 // What is done for a worker besides copying, as the bytes that could be copied in that time.
 constexpr uint64_t kTurnCost = 16 << 10;  // a turn ends with the step that reaches it
@@ -106,7 +107,13 @@ void RingService::tend() {
   const uint64_t end_ns = now_ + kGiveUpNs;
   for (size_t i = 0; i < kTendAtOnce && i < rings_.size(); ++i) {
     if (next_tend_ >= rings_.size()) next_tend_ = 0;
-    if (!give_up_late(*rings_[next_tend_], end_ns)) {
+    RingWork& ring = *rings_[next_tend_];
+    if (ring.pulled.late(now_, ring.shard.worker.run_ns_max)) {
+      add(counters_.pulls_late);
+      close(ring.shard);
+      break;
+    }
+    if (!give_up_late(ring, end_ns)) {
       last_tend_ns_ = 0;  // goes on there
       break;
     }
@@ -129,6 +136,7 @@ bool RingService::look(size_t count) {
     next_look_ = next_look_ + 1 < rings_.size() ? next_look_ + 1 : 0;
     RingWork& ring = *rings_[next_look_];
     if (ring.dead()) return close(ring.shard), true;
+    any |= hear_released(ring);
     if (ring.busy() || !ring.consumer->ready()) continue;
     ring.wake();
     any = true;
@@ -357,6 +365,7 @@ void RingService::answer(RingWork& ring, TakenTicket& ticket, uint32_t index, St
   if (status == Status::kOk) ring.last_progress_ns = now_;
   if (!ring.consumer->complete(ticket, index, status, fault, window)) return;
   uint64_t now = now_ns();
+  ring.pulled.answered(ticket.seq, now);
   trace_.record({ring.consumer->id(), ticket.seq, uint64_t{ticket.step} << 16 | ticket.layer, ticket.seen_ns,
                  ticket.first_copy_ns, now});
   Histograms& times = counters_.times;
@@ -422,6 +431,16 @@ bool RingService::give_up_late(RingWork& ring, uint64_t end_ns) {
   return ring.live == 0 || give_up_if(ring, end_ns, is_late, Status::kError, Fault::kUnavailable);
 }
 
+// --- what workers read themselves ---
+
+bool RingService::hear_released(RingWork& ring) {
+  return !ring.pulled.empty() && ring.pulled.release(ring.consumer->released(), kUnpinAtOnce, frames_);
+}
+
+bool RingService::pulling() const {
+  return std::any_of(rings_.begin(), rings_.end(), [](const RingWork* ring) { return !ring->pulled.empty(); });
+}
+
 // --- workers ---
 
 void RingService::add_ring(const std::shared_ptr<Worker>& worker, std::unique_ptr<RingConsumer> ring) {
@@ -466,7 +485,8 @@ void RingService::close(Shard& shard) {
   closing_.push_back(&shard);
 }
 
-// Ends some runs of a closed worker; true when there are none. Nobody reads the cells of dead rings.
+// Ends some runs of a closed worker, and the pins of what it reads; true when there are none. Nobody reads the cells of
+// dead rings.
 bool RingService::end_runs(Shard& shard) {
   const uint64_t end_ns = now_ns() + kGiveUpNs;
   for (auto& ring : shard.rings) {
@@ -476,6 +496,9 @@ bool RingService::end_runs(Shard& shard) {
       count(Status::kPoison);
       end(*ring->tasks[i]);
     }
+    // Behind the poison that close() has stored: whoever still reads these frames looks for it afterwards.
+    while (ring->pulled.release(UINT64_MAX, kUnpinAtOnce, frames_))
+      if (now_ns() >= end_ns) return false;
   }
   std::erase(closing_, &shard);
   return true;

@@ -37,6 +37,7 @@ class RingService {
   // Whether something can be done at once; whether something waits for time, for frames or for another thread.
   bool runnable() const { return turns_.busy() || !closing_.empty(); }
   bool waiting() const { return tasks_ > 0; }
+  bool pulling() const;  // whether frames wait for a worker to have read them
   bool transferring() const { return io_.busy(); }
   void wait_for_transfer(uint64_t ns) { io_.wait(ns); }
   const std::vector<RingWork*>& rings() const { return rings_; }  // of workers that are not closed
@@ -84,6 +85,7 @@ class RingService {
   bool late(const RingWork& ring, const TakenTicket& ticket) const;
   bool give_up_late(RingWork& ring, uint64_t end_ns);
   Shard& shard_of(const Worker& worker) const { return *worker.shards[thread_]; }
+  bool hear_released(RingWork& ring);
   void join(const std::shared_ptr<Worker>& worker);
   void close(Shard& shard);
   bool end_runs(Shard& shard);

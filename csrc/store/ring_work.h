@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "store/pulled.h"
 #include "store/run_task.h"
 #include "store/schedule.h"
 
@@ -67,7 +68,11 @@ struct RingWork : FairNode {
   static constexpr uint32_t kWindow = 128;
 
   RingWork(Shard& shard, std::unique_ptr<RingConsumer> ring, size_t number)
-      : FairNode(&shard.turns->turn), shard(shard), consumer(std::move(ring)), number(number) {
+      : FairNode(&shard.turns->turn),
+        shard(shard),
+        consumer(std::move(ring)),
+        number(number),
+        pulled(shard.turns->owner.frames) {
     tasks.reserve(kWindow), spare.reserve(kWindow);
   }
 
@@ -105,6 +110,7 @@ struct RingWork : FairNode {
   std::vector<std::unique_ptr<RunTask>> tasks, spare;
   uint32_t live = 0;  // tasks that have not ended
   TaskList ready, starved, watching;
+  Pulled pulled;
   bool look_for_frames = false;       // frames may have become free since `starved` last found none
   TakenTicket* cancelling = nullptr;  // a CANCEL ticket that is being carried out
   Run promoting{};                    // the PROMOTE run that is being looked through

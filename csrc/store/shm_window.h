@@ -15,6 +15,9 @@ class ShmWindow : public Window {
   bool readable() const override { return true; }
   bool read(uint64_t from, uint8_t* to, uint64_t bytes) override;
 
+ protected:
+  uint8_t* data() const { return memory_.data(); }
+
  private:
   Mapping memory_;
 };

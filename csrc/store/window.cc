@@ -5,6 +5,7 @@
 
 #include "store/error.h"
 #include "store/gdr_window.h"
+#include "store/pull_window.h"
 #include "store/shm_window.h"
 #include "store/staged_window.h"
 
@@ -54,6 +55,11 @@ Make on_device(const WindowSettings& settings, Driver& driver) {
   return [device](int, uint64_t bytes) { return std::make_unique<Kind>(device, bytes); };
 }
 
+Make pull(const WindowSettings& settings, Driver& driver) {
+  if (settings.arena_bytes == 0) throw failed_precondition("arena_bytes is 0; set it to have windows of this kind");
+  return shared<PullWindow>(settings, driver);
+}
+
 struct Kind {
   const char* name;
   Prepare prepare;
@@ -64,6 +70,7 @@ struct Kind {
 
 constexpr Kind kKinds[] = {
     {"gdr", on_device<GdrDevice, GdrWindow>, true, true},
+    {"pull", pull, false, true},
     {"staged", on_device<StagedDevice, StagedWindow>, true, true, CopyLane::kBytes},
     {"shm", shared<ShmWindow>, false, true},
 #ifdef HEADGATE_IO_SHIM

@@ -40,6 +40,7 @@ struct WindowSettings {
   std::string cuda_library = "libcuda.so.1", gdr_library = "libgdrapi.so.2";
   int gpu = 0;
   uint32_t threads = 1;  // that deliver at once
+  uint64_t arena_bytes = 0;  // of an owner's arena, which `pull` needs
 };
 
 // The kinds of windows that there are, the best one first, and those of them that lie in a device's memory.

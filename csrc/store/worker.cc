@@ -49,6 +49,7 @@ Worker::Worker(uint32_t id, uint32_t owner, uint32_t home, uint32_t threads, uin
       home(home),
       run_ns_max(run_ns_max),
       window(std::move(window)),
+      pull(dynamic_cast<PullWindow*>(this->window.get())),
       window_bytes(window_bytes),
       staging(staging_fd, staging_bytes, PROT_READ, "staging"),
       slots(slots),

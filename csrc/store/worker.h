@@ -7,8 +7,10 @@
 #include <memory>
 #include <vector>
 
+#include "store/arenas.h"
 #include "store/control.h"
 #include "store/pack_file.h"
+#include "store/pull_window.h"
 #include "store/upload.h"
 #include "store/window.h"
 
@@ -95,6 +97,8 @@ struct Worker {
   const uint32_t home;        // the copy thread that its rings are spread from
   const uint64_t run_ns_max;  // a run that has waited this long is given up
   const std::unique_ptr<Window> window;
+  PullWindow* const pull;             // the same, if its device reads frames itself
+  std::unique_ptr<ArenaShare> arena;  // then; as long as runs go on
   const uint64_t window_bytes;
   Mapping staging;
   std::atomic<bool> closed{false};  // poisoned or removed: every thread ends its shard as soon as it sees this

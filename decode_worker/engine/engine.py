@@ -128,7 +128,7 @@ class Engine:
             self.policy.settings, self.policy.state, self.retriever, self.device, window.tensor, window.landing,
             self.transport.decode, dtype=self.records.code, record_bytes=self.records.record_bytes,
             scale=self.model.scale, threads=config.threads, stale_fails=config.stale == "fail",
-            wait_us=self.transport.wait_us,
+            wait_us=self.transport.wait_us, frames=window.frames,
         )  # fmt: skip
         products = PRODUCTS[config.kernels](self.model, config.slots, config.threads, config.weights)
         graphs = Graphs(self.device) if config.graph == "auto" and self.device.graphs else None

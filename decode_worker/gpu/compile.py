@@ -33,7 +33,7 @@ from decode_worker.kernels.state import HeadState
 from decode_worker.policy.plan import QueryKind
 from decode_worker.policy.settings import PolicySettings
 from decode_worker.retrieval.hash import HashRetriever
-from decode_worker.window.base import Window
+from decode_worker.window.base import Frames, Window
 from decode_worker.window.probes import probes
 
 TARGETS = ("sm_80", "sm_90")
@@ -148,8 +148,10 @@ def launch_all(dtype: torch.dtype, group: int, d: int, rows: int = 4, heads: int
     pairs, words = torch.zeros((8, 4096, 2), dtype=torch.int32), window.view(torch.int32)
     wishes = arrive.Wishes(2, rows * heads, state.parity.device)
     Rounds(cast(Window, SimpleNamespace(tensor=window, landing=window)), Host(), ring, probes(len(window)), 1).launch()
-    for offsets in (None, torch.zeros((8, 4096), dtype=torch.int64)):
-        gather.gather(state, 1, wishes, pairs, offsets, words, words, settings.record_bytes, 8)
+    words64 = torch.zeros(2, 1, dtype=torch.int64)
+    counts = torch.zeros(2, 1, dtype=torch.int32)
+    for pull in (None, gather.Pull(Frames(counts[0], words), *words64, *counts)):
+        gather.gather(state, 1, wishes, pairs, pull, words, words, settings.record_bytes, 8)
 
 
 class NobodysProducts:
@@ -165,7 +167,9 @@ class NobodysRing:
 
     def __init__(self, tickets: int, runs_max: int, pairs_max: int) -> None:
         self.tickets, self.runs_max, self.pairs_max = tickets, runs_max, pairs_max
-        self.layout = dict.fromkeys(("poison", "daemon_poison", "consumed", "tickets", "runs", "pairs", "cells"), 64)
+        self.layout = dict.fromkeys(
+            ("poison", "released", "daemon_poison", "consumed", "tickets", "runs", "pairs", "cells"), 64
+        )
         self.requests = np.zeros(64 + tickets * max(64, 32 * runs_max, 8 * pairs_max), np.uint8)
         self.completions = np.zeros(64 + tickets * 16 * runs_max, np.uint8)
 

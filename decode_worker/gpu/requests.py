@@ -16,7 +16,7 @@ class Requests:
     """A ring's memories, as its producer on a device uses them (csrc/core/ring.h).
 
     tickets       int32[tickets, 16]    runs       int32[tickets, runs_max, 8]    pairs  int32[tickets, pairs_max, 2]
-    own_poison, peer_poison, consumed   int64[1], of the requests' and the completions' header
+    own_poison, peer_poison, consumed, released   int64[1], of the requests' and the completions' header
     next_number   int64[1]: of the next ticket
     error         int32[1]: 0, or why a ticket was not posted, the first that happened
     ended         int32[1]: programs that have written their share of a ticket; zero between launches
@@ -28,6 +28,7 @@ class Requests:
     own_poison: torch.Tensor
     peer_poison: torch.Tensor
     consumed: torch.Tensor
+    released: torch.Tensor
     next_number: torch.Tensor
     error: torch.Tensor
     ended: torch.Tensor
@@ -53,6 +54,7 @@ def map_ring(ring: _native.RingProducer, device: Device, error: torch.Tensor) ->
         own_poison=part(requests, "poison", torch.int64, 1),
         peer_poison=part(completions, "daemon_poison", torch.int64, 1),
         consumed=consumed,
+        released=part(requests, "released", torch.int64, 1),
         next_number=consumed + 1,
         error=error,
         ended=torch.zeros(1, dtype=torch.int32, device=device.torch_device),

@@ -59,15 +59,19 @@ class TritonKernels(Kernels):
         ]  # fmt: skip
         self._error = torch.zeros(1, dtype=torch.int32, device=device)
         self._requests: Requests | None = None
+        self._pull: gather.Pull | None = None
         if context.ring is not None:
             self._requests, cells = map_ring(context.ring, context.device, self._error)
             self._counted.append(self._requests.ended)
+            if context.frames is not None:
+                self._pull = gather.pull_from(context.frames, self._requests)
+                self._counted.append(self._pull.ended)
             self._completions = arrive.Completions(
                 cells, self._requests.own_poison, self._requests.peer_poison, self._error
             )
 
     def close(self) -> None:
-        del self._records, self._requests, self.context
+        del self._records, self._requests, self._pull, self.context
         self.__dict__.pop("_completions", None)
 
     def extend(self, slot: int, pack: StoredPack) -> None:
@@ -158,7 +162,7 @@ class TritonKernels(Kernels):
         context = self.context
         if context.landing is not context.window and self._requests is not None:
             gather.gather(
-                context.state, layer, self._wishes, self._requests.pairs, None, context.landing.view(torch.int32),
+                context.state, layer, self._wishes, self._requests.pairs, self._pull, context.landing.view(torch.int32),
                 context.window.view(torch.int32), context.record_bytes, GATHER_PROGRAMS,
             )  # fmt: skip
 

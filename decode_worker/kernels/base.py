@@ -29,6 +29,7 @@ from decode_worker.policy.plan import QueryKind, Ticket
 from decode_worker.policy.settings import PolicySettings
 from decode_worker.retrieval.base import Retriever
 from decode_worker.retrieval.view import StoredPack
+from decode_worker.window.base import Frames
 
 if TYPE_CHECKING:
     from decode_worker.kernels.ends import Ends
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StepContext:
-    """What a kernel set works on. `window`, `landing`: decode_worker/window/base.py; `ring`: None for a set whose
-    tickets others carry out."""
+    """What a kernel set works on. `window`, `landing`, `frames`: decode_worker/window/base.py; `ring`: None for a set
+    whose tickets others carry out."""
 
     settings: PolicySettings
     state: HeadState
@@ -53,6 +54,7 @@ class StepContext:
     threads: int
     stale_fails: bool
     wait_us: int
+    frames: Frames | None = None
 
 
 class Rows:

@@ -34,6 +34,13 @@ def _staged() -> type[Window]:
     return StagedWindow
 
 
+@WINDOWS.register("pull")
+def _pull() -> type[Window]:
+    from decode_worker.window.pull import PullWindow
+
+    return PullWindow
+
+
 @WINDOWS.register("gdr")
 def _gdr() -> type[Window]:
     from decode_worker.window.gdr import GdrWindow

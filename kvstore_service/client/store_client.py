@@ -34,7 +34,8 @@ class WorkerMemory:
     `close` (mappings stay valid).
 
     window: this worker's places. staging: what STORE runs read. rings[i] = (requests, completions); completions can be
-    mapped for reading only. Ring 0 carries decode tickets, the others bulk transfers."""
+    mapped for reading only. Ring 0 carries decode tickets, the others bulk transfers. arena: of a window of kind pull
+    what its answers name (csrc/core/pull.h), for reading only; else -1."""
 
     worker_id: int
     window_fd: int
@@ -45,11 +46,12 @@ class WorkerMemory:
     pack_tokens: int
     extent_blocks: int
     window_kind: str
+    arena_fd: int = -1
 
     def close(self) -> None:
         """Closes the descriptors. Idempotent."""
-        fds = [self.window_fd, self.staging_fd, *(fd for ring in self.rings for fd in ring)]
-        self.window_fd = self.staging_fd = -1
+        fds = [self.window_fd, self.staging_fd, self.arena_fd, *(fd for ring in self.rings for fd in ring)]
+        self.window_fd = self.staging_fd = self.arena_fd = -1
         self.rings = []
         for fd in fds:
             if fd >= 0:
@@ -114,10 +116,11 @@ class StoreClient(Client):
         )  # fmt: skip
         answer = self._call(self._stub.RegisterWorker, request, COMMIT_TIMEOUT_S)
         window_fd, staging_fd, *ring_fds = self._connection.take(answer.transfer)
+        arena_fd = ring_fds.pop() if len(ring_fds) % 2 else -1
         pairs = list(zip(ring_fds[::2], ring_fds[1::2], strict=True))
         return WorkerMemory(
             answer.worker_id, window_fd, window_bytes, staging_fd, staging_bytes, pairs,
-            answer.pack_tokens, answer.extent_blocks, answer.window_kind,
+            answer.pack_tokens, answer.extent_blocks, answer.window_kind, arena_fd,
         )  # fmt: skip
 
     def serve_rings(self) -> None:

@@ -35,6 +35,7 @@ class Config:
     socket: Path
     broker: Path
     dram_bytes: int
+    arena_bytes: int | None  # None: half of dram_bytes
     nvme_bytes: int
     pack_tokens: int
     extent_blocks: int
@@ -98,6 +99,14 @@ def _of_the_machine(size_bytes: int) -> int:
         machine = format_size(machine_bytes())
         raise ValueError(f"{format_size(size_bytes)} is more than this machine's memory of {machine}; write less")
     return size_bytes
+
+
+def _arena_bytes(value: Any) -> int | None:
+    return None if value == "half" else _of_the_machine(settings.size(0)(value))
+
+
+def _show_arena_bytes(arena_bytes: int | None) -> str:
+    return "half" if arena_bytes is None else format_size(arena_bytes)
 
 
 def _worker_bytes(value: Any) -> int:
@@ -213,6 +222,13 @@ KEYS = (
     Key("socket", lambda: settings.runtime_dir() / "store.sock", _socket_path, "unix socket of gRPC"),
     Key("broker", lambda: settings.runtime_dir() / "broker.sock", _socket_path, "unix socket of the fd broker"),
     Key("dram_bytes", lambda: "1GiB", _dram_bytes, "memory of the DRAM tier", format_size),
+    Key(
+        "arena_bytes",
+        lambda: "half",
+        _arena_bytes,
+        "part of dram_bytes that a user with pull windows has alone, or half (of it); 0: no such windows",
+        _show_arena_bytes,
+    ),
     Key("nvme_bytes", lambda: "64GiB", settings.size(1 << 20), "most bytes of packs and sidecars on disk", format_size),
     Key(
         "pack_tokens",
@@ -293,6 +309,11 @@ def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Co
     config = Config(**settings.parsed(KEYS, raw), origins={name: origin for name, (_, origin) in raw.items()})
     if config.socket == config.broker:
         raise ConfigError(f"broker={config.broker}: the same path as socket; give each its own")
+    if (config.arena_bytes or 0) > config.dram_bytes:
+        raise ConfigError(
+            f"arena_bytes={format_size(config.arena_bytes or 0)}: "
+            f"more than dram_bytes={format_size(config.dram_bytes)}, of which it is a part; write less"
+        )
     if config.tcp != "off" and config.tls == "off":
         raise ConfigError(f"tcp={config.tcp}: needs mutual TLS; set tls to the directory of the certificates")
     if config.tcp != "off" and not config.tls_subjects:

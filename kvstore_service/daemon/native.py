@@ -19,15 +19,20 @@ from kvstore_service.shared.types import BUILD_BYTES, NO_PARENT, Layout, StoreEr
 __all__ = [
     "DEVICE_WINDOW_KINDS",
     "PACK_TOKENS_MAX",
+    "PULL",
     "WINDOW_KINDS",
     "DataPlane",
     "PackSpec",
     "RingGeometry",
     "errors",
     "file_bytes",
+    "memory_bytes",
     "pack_spec",
     "ring_geometry",
 ]
+
+
+PULL = "pull"  # the kind whose worker reads frames itself
 
 
 @contextmanager
@@ -49,6 +54,11 @@ def file_bytes(layout: Layout, tokens: int, extent_blocks: int) -> int:
     """Of a pack of this shape."""
     build = bytes(BUILD_BYTES)
     return pack_spec(NO_PARENT, build, NO_PARENT, layout, tokens, extent_blocks).file_bytes
+
+
+def memory_bytes(kind: str, window_bytes: int) -> int:
+    """Of a window of a kind in the host's memory."""
+    return _native.pull_window_bytes(window_bytes) if kind == PULL else window_bytes
 
 
 def ring_geometry(ring: types.RingGeometry) -> RingGeometry:

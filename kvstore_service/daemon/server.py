@@ -76,6 +76,7 @@ class Daemon:
                     cuda_library=config.cuda_library,
                     gdr_library=config.gdr_library,
                     gpu=config.gpu,
+                    arena_bytes=config.dram_bytes // 2 if config.arena_bytes is None else config.arena_bytes,
                 )
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)

@@ -65,7 +65,7 @@ def test_auto_takes_what_works_and_says_why_not_the_others(double, words, reason
     refused = dict(plane.windows_refused)
     needs_no_bus = words not in {"no_device", "no_export", "full"}
     assert plane.window_kinds == (["staged", "shm"] if needs_no_bus else ["shm"])
-    assert set(refused) == ({"gdr"} if needs_no_bus else {"gdr", "staged"})
+    assert set(refused) == ({"gdr", "pull"} if needs_no_bus else {"gdr", "pull", "staged"})
     why = refused["gdr"]
     with pytest.raises(NativeError, match=reason) as refused:
         DataPlane(*PLANE, window="gdr", **double.options)

@@ -19,7 +19,7 @@ def test_a_cell_says_that_the_records_are_there(directory, rng, kind, copy_threa
         FaultyRig(
             directory,
             window_kind=kind,
-            window_options=double.options,
+            window_options={**double.options, "arena_bytes": 1 << 19},
             copy_threads=copy_threads,
             dram_bytes=1 << 20,
         ) as rig,

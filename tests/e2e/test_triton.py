@@ -16,6 +16,7 @@ from decode_worker.policy.counters import Counters
 from decode_worker.policy.settings import STAGGER
 from decode_worker.window.base import WindowError
 from decode_worker.window.kinds import WINDOWS
+from kvstore_service.client import AdminClient
 from tests.support.daemon_process import Daemon
 from tests.support.gpu_double import GpuDouble, daemon_over, double, gpu_daemon
 from tests.support.interpreter import bounded, patched_once
@@ -115,6 +116,35 @@ def test_generate_tells_which_window_it_took_and_why_not_the_others(
 
 def interrupted() -> list[int]:
     raise KeyboardInterrupt
+
+
+@pytest.mark.timeout(280)
+def test_an_engine_that_pulls_says_the_same_over_a_tier_smaller_than_a_ticket(
+    tmp_path: Path, checkpoint: Path, gpu: PretendGpu, bounded: None, patched_once: None
+) -> None:
+    """eta=1: every head asks anew at each step. Of what it asks for some lies in the arena, and some is delivered."""
+    settings = SETTINGS | {"eta": 1.0}
+    options = ("--nvme-bytes=1GiB", "--copy-threads=2", "--dram-bytes=4MiB", "--arena-bytes=256KiB")
+    said, counted = {}, []
+    with Daemon(tmp_path, options=options) as daemon:
+        for kernels, window in (("cpu", "shm"), ("triton", "pull")):
+            config = WorkerConfig(**worker_settings(daemon, checkpoint, **settings, kernels=kernels, window=window))
+            with closing(Engine(config)) as engine:
+                assert type(engine.transport.window) is WINDOWS[window]()
+                session, logits = engine.prefill(random_ids(530, 5), growth=STEPS)
+                seen = [logits]
+                for _ in range(STEPS):
+                    seen += engine.step([session], [int(seen[-1].argmax())])
+                said[kernels] = torch.stack(seen)
+                counted.append(engine.policy.counters)
+                with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+                    counters = admin.get_status().counters
+        assert counters["arenas"] == 1
+        assert 0 < counters["records_pulled"] < counted[1].records_moved
+    torch.testing.assert_close(said["triton"], said["cpu"], rtol=1e-3, atol=1e-3)
+    assert said["triton"].argmax(-1).tolist() == said["cpu"].argmax(-1).tolist()
+    assert counted[0] == counted[1]
+    assert [graph.replays for graph in gpu.made] == [STEPS - 2]
 
 
 @pytest.mark.timeout(200)

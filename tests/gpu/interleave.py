@@ -10,7 +10,7 @@ import inspect
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -84,8 +84,8 @@ class _Once:
 
 
 @contextmanager
-def interleaved(seed: int) -> Iterator[list[str]]:
-    """Within, launches run so. Gives the names of the kernels that ran."""
+def interleaved(seed: int, between: Callable[[], None] = lambda: None) -> Iterator[list[str]]:
+    """Within, launches run so. Gives the names of the kernels that ran. `between` is called at each turn."""
     builder, ran = interpreter.interpreter_builder, list[str]()
     draw = random.Random(seed)
     kind = type(builder)
@@ -95,6 +95,7 @@ def interleaved(seed: int) -> Iterator[list[str]]:
     def take_turns() -> None:
         turns, number, place = getattr(here, "program", (None, 0, ()))
         if turns is not None:
+            between()
             turns.pass_on(number)
             builder.set_grid_idx(*place)
 

@@ -110,6 +110,21 @@ def test_records_are_pulled_and_written_in_wide_words(kernels: list[Kernel]) -> 
 
 
 @pytest.mark.timeout(300)
+def test_what_was_read_is_released_behind_the_last_read_and_beside_no_poison(kernels: list[Kernel]) -> None:
+    pulls = [kernel for kernel in named(kernels, "gather") if kernel.count(r"st\.release\.sys")]
+    assert len(pulls) == len({kernel.shape for kernel in pulls}) == len({k.shape for k in named(kernels, "gather")})
+    for kernel in pulls:
+        assert kernel.count(r"ld\.global\.v4\.b32") > 0, kernel[:5]
+        (released,) = re.finditer(r"st\.release\.sys\.global\.b64", kernel.ptx)
+        before = kernel.ptx[: released.start()]
+        (counted,) = re.finditer(r"atom\.global\.(sys\.acq_rel|acq_rel\.sys)\.add", before)
+        (poison,) = re.finditer(r"ld\.acquire\.sys\.global\.b64", before)
+        assert before[: counted.start()].rfind("bar.") > before.rfind("ld.global.v4"), "read before it counts itself"
+        assert "bar." in before[counted.start() : poison.start()], "and the poison after the others"
+        assert "bar." in before[poison.start() :]
+
+
+@pytest.mark.timeout(300)
 def test_a_wait_acquires_and_a_poisoning_releases_at_system_scope(kernels: list[Kernel]) -> None:
     for kernel in named(kernels, "await_ticket") + named(kernels, "arrive"):
         assert kernel.count(r"ld\.acquire\.sys\.global\.b64") >= 3, "two poison words, and the cells"

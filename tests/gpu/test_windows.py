@@ -81,7 +81,7 @@ def test_a_worker_gets_a_window_that_it_can_map(gpu_daemon: Daemon) -> None:
         mapped.close()
     with (
         connect(gpu_daemon, "strange") as client,
-        pytest.raises(StoreError, match=r"gdr, staged, shm.*pigeon") as refused,
+        pytest.raises(StoreError, match=r"gdr, pull, staged, shm.*pigeon") as refused,
     ):
         client.register_worker(1, WINDOW_BYTES, 4096, [RING], window_kinds=("pigeon",))
     assert refused.value.code == "FAILED_PRECONDITION"
@@ -106,10 +106,10 @@ def test_status_and_log_say_why_there_are_no_windows_on_a_gpu(tmp_path: Path) ->
     with Daemon(tmp_path, options=("--nvme-bytes=1GiB", f"--cuda-library={missing}")) as daemon:
         with AdminClient.connect(daemon.socket, daemon.broker) as admin:
             status = admin.get_status()
-        assert status.window_kind == "shm"
+        assert status.window_kind == "pull"
         assert [refused.split(": ")[0] for refused in status.windows_refused] == ["gdr", "staged"]
         assert all(missing in refused for refused in status.windows_refused)
-        why = rf"window gdr: .* are shm, the worker can map gdr \(gdr: .*{missing}"
+        why = rf"window gdr: .* are pull, shm, the worker can map gdr \(gdr: .*{missing}"
         with connect(daemon, "gpu") as client, pytest.raises(StoreError, match=why):
             transport(client, "gdr")
 

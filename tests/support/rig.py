@@ -88,7 +88,8 @@ class Rig:
     owner: int = 1000
     wait_ms: int = WAIT_US // 1000
     window_kind: str = "shm"
-    window_options: dict[str, str] = field(default_factory=dict)  # of the data plane, for windows of a device
+    plane_windows: str = ""  # of the data plane, if others than the worker's
+    window_options: dict[str, str | int] = field(default_factory=dict)  # of the data plane, for windows that need them
     beside: Rig | None = None  # another worker of that rig's data plane
     geometry: store_native.RingGeometry = field(
         default_factory=lambda: store_native.RingGeometry(tickets=8, runs_max=64, pairs_max=1 << 16)
@@ -109,12 +110,14 @@ class Rig:
                 self.copy_threads,
                 self.spin_us,
                 self.extent_blocks,
-                self.window_kind,
+                self.plane_windows or self.window_kind,
                 **self.window_options,
             )
         )
         on_device = self.window_kind in self.native.DEVICE_WINDOW_KINDS
-        self.window_fd = -1 if on_device else memfd("window", self.window_bytes)
+        pulls = self.window_kind == "pull"
+        shared_bytes = self.native.pull_window_bytes(self.window_bytes) if pulls else self.window_bytes
+        self.window_fd = -1 if on_device else memfd("window", shared_bytes)
         self.staging_fd = memfd("staging", self.staging_bytes)
         self.staging = mapped(self.staging_fd, self.staging_bytes)
         self.worker = self.plane.add_worker(
@@ -186,7 +189,7 @@ class Rig:
     ) -> Pack:
         """A random pack, stored through the ring, finished and opened. The same `pack_id` again is another build."""
         self.opened += 1
-        path = self.directory / f"{self.opened}.pack"
+        path = self.directory / f"{self.worker}-{self.opened}.pack"
         what = spec(rng, layers, lanes, record_bytes, tokens, self.extent_blocks, pack_id, self.native)
         upload = self.plane.create_upload(str(path), what)
         self.plane.own_upload(self.worker, upload)

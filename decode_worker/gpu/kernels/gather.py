@@ -1,9 +1,15 @@
 """Pulls the records of the ticket that has just arrived from host memory into their places: for windows that a GPU
-fills itself. After `arrive`, before `attend`; programs share the ticket's pairs evenly, whatever runs they are of."""
+fills itself. After `arrive`, before `attend`; programs share the ticket's pairs evenly, whatever runs they are of.
+
+Where records lie in the daemon's own frames (`Pull`), who ends last says that they have been read: the daemon may then
+have the frames for others. It may have had them before, if that took too long; then its poison is there to be seen once
+the records have been read, and the step has failed."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,14 +18,38 @@ import triton.language as tl
 from decode_worker import _native
 from decode_worker.gpu.kernels.wishes import FIELDS, FIRST_PAIR, HEAD, PAIRS, SLOT, STATUS, Wishes
 from decode_worker.gpu.launch import launch
+from decode_worker.gpu.requests import Requests
+from decode_worker.gpu.sync import POISONED, ends_last, load_acquire, store_release
 from decode_worker.kernels.state import HeadState
+from decode_worker.window.base import Frames
 
 WORD_BYTES = 4
 LOOK = 8  # pairs of one look of a program
 
-_WORD_BYTES = tl.constexpr(WORD_BYTES)
+_WORD_BYTES, _LINE = tl.constexpr(WORD_BYTES), tl.constexpr(_native.PULL_LINE_BYTES // WORD_BYTES)
 _FIELDS, _STATUS, _OK = tl.constexpr(FIELDS), tl.constexpr(STATUS), tl.constexpr(_native.STATUS_OK)
 _SLOT, _HEAD, _PAIRS, _FIRST_PAIR = (tl.constexpr(x) for x in (SLOT, HEAD, PAIRS, FIRST_PAIR))
+
+
+@dataclass(frozen=True, eq=False)
+class Pull:
+    """Frames that are read where they lie, and the words that say so.
+
+    released   int64[1], of the requests' header: all that tickets up to this one were answered with has been read
+    poison     int64[1], of the completions' header
+    error      int32[1]: 0, or POISONED (gpu/sync.py) if nobody knows what was read
+    ended      int32[1]: programs that have read their share; zero between launches
+    """
+
+    frames: Frames
+    released: torch.Tensor
+    poison: torch.Tensor
+    error: torch.Tensor
+    ended: torch.Tensor
+
+
+def pull_from(frames: Frames, ring: Requests) -> Pull:
+    return Pull(frames, ring.released, ring.peer_poison, ring.error, torch.zeros_like(ring.ended))
 
 
 def gather(
@@ -27,7 +57,7 @@ def gather(
     layer: int,
     wishes: Wishes,
     pairs: torch.Tensor,
-    offsets: torch.Tensor | None,
+    pull: Pull | None,
     source: torch.Tensor,
     window: torch.Tensor,
     record_bytes: int,
@@ -35,26 +65,28 @@ def gather(
 ) -> None:
     """pairs: int32[tickets, pairs_max, 2] (record, place), the ring's. source, window: int32[..].
 
-    offsets: int64[tickets, pairs_max], the byte in `source` where each pair's record lies (`pull`), a multiple of 64;
-    None: where it goes to in `window` (`bounce`). Runs that did not end OK are left out.
+    A record lies in `source` where it goes to in `window`, but for those that lie in frames (`pull`). Runs that did not
+    end OK are left out.
     """
     _, slots, heads = state.parity.shape
     tickets, pairs_max, _ = pairs.shape
     words = record_bytes // WORD_BYTES
     launch(
-        _gather, (programs,), wishes.landed, wishes.wishes, pairs, pairs if offsets is None else offsets,
+        _gather, (programs,), wishes.landed, wishes.wishes, pairs,
+        *((pull.frames.lines, pull.frames.arena, pull.released, pull.poison, pull.error, pull.ended)
+          if pull is not None else (pairs,) * 6),
         source, window, state.base, layer,
         wishes.runs, triton.next_power_of_2(wishes.runs), tickets, pairs_max, slots, heads,
-        words, triton.next_power_of_2(words), offsets is None, LOOK, num_warps=4,
+        words, triton.next_power_of_2(words), pull is not None, LOOK, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _gather(
-    landed, wishes, pairs, offsets, source, window, base, layer,
+    landed, wishes, pairs, lines, arena, released, poison, error, ended, source, window, base, layer,
     WISHES: tl.constexpr, WISHES_BLOCK: tl.constexpr, TICKETS: tl.constexpr, PAIRS_MAX: tl.constexpr,
     SLOTS: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr, WORDS_BLOCK: tl.constexpr,
-    SAME_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    PULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     number, runs = tl.load(landed + 2 * layer), tl.load(landed + 2 * layer + 1).to(tl.int32)
     if runs == 0:
@@ -76,9 +108,18 @@ def _gather(
         lane = tl.load(base + (layer * SLOTS + slot) * HEADS + head, mask=there, other=0)
         place = tl.load(pairs + 2 * (area + n) + 1, mask=there, other=0)
         to = tl.multiple_of(lane // _WORD_BYTES, [16]) + place.to(tl.int64) * WORDS
-        from_ = to
-        if not SAME_PLACE:
-            from_ = tl.multiple_of(tl.load(offsets + area + n, mask=there, other=0) // _WORD_BYTES, [16])
         inside = there[:, None] & (i < WORDS)[None, :]
-        record = tl.load(source + from_[:, None] + i[None, :], mask=inside, other=0)
+        if PULL:
+            line = tl.load(lines + to // _LINE, mask=there, other=0)
+            from_ = tl.multiple_of((line - 1).to(tl.int64) * _LINE, [16])
+            in_frame = (line != 0)[:, None]
+            record = tl.load(arena + from_[:, None] + i[None, :], mask=inside & in_frame, other=0)
+            record |= tl.load(source + to[:, None] + i[None, :], mask=inside & (in_frame == 0), other=0)
+        else:
+            record = tl.load(source + to[:, None] + i[None, :], mask=inside, other=0)
         tl.store(window + to[:, None] + i[None, :], record, mask=inside)
+    if PULL:
+        if ends_last(ended, tl.num_programs(0), "sys"):
+            if load_acquire(poison) != 0:
+                tl.atomic_cas(error, 0, POISONED)
+            store_release(released, number)

@@ -17,6 +17,8 @@ from kvstore_service.daemon.front.latencies import Histogram
 
 # What rises and falls, then what only rises; the names of `kvctl status` and, with kvstore_ before them, of Prometheus.
 GAUGES = {
+    "arena_bytes": "bytes of an arena",
+    "arenas": "parts of the DRAM tier that a user with pull windows has alone",
     "bound_slots": "slots bound to a session",
     "draining": "1 while new work is refused",
     "frame_bytes": "bytes of one frame (an extent) of the DRAM tier",
@@ -61,9 +63,11 @@ COUNTERS = {
     "packs_evicted_bytes": "bytes that this freed",
     "packs_evicted_operator": "packs removed by an operator",
     "packs_evicted_room": "packs removed by the daemon itself, for others",
+    "pulls_late": "workers that did not read in time what their tickets were answered with; their rings are poisoned",
     "portions": "plans made for runs, a run being copied portion by portion",
     "promotes_dropped": "hints to read ahead that were not followed",
     "records_copied": "records copied into windows",
+    "records_pulled": "records that workers were told to read in the DRAM tier",
     "reserve_exists": "reservations that found the pack committed already",
     "reserve_in_progress": "reservations that found the pack being written by another worker",
     "runs": "runs (one slot and lane of a ticket) begun",

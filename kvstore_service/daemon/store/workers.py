@@ -20,7 +20,8 @@ WAIT_MS_MAX = 600_000
 
 @dataclass(frozen=True)
 class Registered:
-    """A worker's memory. `descriptors`, the caller's: window, staging, then (requests, completions) of each ring."""
+    """A worker's memory. `descriptors`, the caller's: window, staging, then (requests, completions) of each ring, then
+    the arena of one that pulls."""
 
     worker_id: int
     descriptors: list[int]
@@ -67,14 +68,15 @@ class Workers:
             kind = self._window_kind(window_kinds)
             on_device = kind in native.DEVICE_WINDOW_KINDS
             pinned_bytes = self._state.plane.window_pinned_bytes(kind)
-            memory_bytes = _memory_bytes(slots, window_bytes, staging_bytes, rings) + pinned_bytes
+            shared_bytes = native.memory_bytes(kind, window_bytes)
+            memory_bytes = _memory_bytes(slots, shared_bytes, staging_bytes, rings) + pinned_bytes
             self._state.registry.grant(worker, slots, memory_bytes, rings)
             worker.wait_ms = wait_ms
             descriptors: list[int] = []
             try:
                 descriptors.append(memory.create("kvstore-staging", staging_bytes))
                 if not on_device:
-                    descriptors.insert(0, memory.create("kvstore-window", window_bytes))
+                    descriptors.insert(0, memory.create("kvstore-window", shared_bytes))
                 with native.errors():
                     worker.native_id = self._state.plane.add_worker(
                         -1 if on_device else descriptors[0], window_bytes, descriptors[-1], staging_bytes,
@@ -86,6 +88,9 @@ class Workers:
                         descriptors.extend(self._add_ring(worker.native_id, geometry))
                 # A device's memory has no seals, and no pages that its worker could give back.
                 worker.unsealed.extend(os.dup(fd) for fd in [*descriptors[on_device:2], *descriptors[2::2]])
+                if kind == native.PULL:
+                    with native.errors():
+                        descriptors.append(self._state.plane.arena_descriptor(worker.native_id))
             except BaseException:
                 for fd in descriptors:
                     os.close(fd)
@@ -99,8 +104,9 @@ class Workers:
 
     def _window_kind(self, wanted: Sequence[str]) -> str:
         kinds = self._state.plane.window_kinds
+        unasked = {*native.DEVICE_WINDOW_KINDS, native.PULL}
         for kind in kinds:
-            if kind in wanted or (not wanted and kind not in native.DEVICE_WINDOW_KINDS):
+            if kind in wanted or (not wanted and kind not in unasked):
                 return kind
         missing = "".join(f" ({kind}: {why})" for kind, why in self._state.plane.windows_refused if kind in wanted)
         raise StoreError(

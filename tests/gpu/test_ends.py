@@ -17,6 +17,7 @@ from decode_worker.kernels.ends import Row
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.model.sampling import GREEDY, Sampling, next_tokens
 from decode_worker.policy.counters import Counters
+from tests.support.device_tensor import DEVICE
 from tests.support.pretend_gpu import PretendGpu, RecordedGraph
 from tests.support.torch_calls import TorchCalls
 
@@ -72,18 +73,19 @@ class FunctionOfTokens:
     """Products whose logits depend on a row's token and position alone; and what goes wrong with rows, as told."""
 
     def __init__(self, rng: np.random.Generator) -> None:
-        self.tokens, self.positions = torch.zeros(2, SLOTS, dtype=torch.int64).unbind()
-        self.logits = torch.full((SLOTS, VOCAB), torch.nan)
+        self.tokens, self.positions = torch.zeros(2, SLOTS, dtype=torch.int64, device=DEVICE).unbind()
+        self.logits = torch.full((SLOTS, VOCAB), torch.nan, device=DEVICE)
         self.table = torch.from_numpy(rng.normal(0, 2, (TABLE, VOCAB)).astype(np.float32))
         self.table[13, 5] = torch.nan
-        self.fault = torch.zeros(SLOTS, dtype=torch.int32)
-        self.error = torch.zeros(1, dtype=torch.int32)
+        self.its_table = self.table.to(DEVICE)
+        self.fault = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
+        self.error = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
     def check(self, tokens: list[int], positions: list[int]) -> None:
         assert all(0 <= token < VOCAB for token in tokens)
 
     def finish(self, rows: int) -> None:
-        self.logits[:rows].copy_(self.table[(31 * self.tokens[:rows] + 7 * self.positions[:rows]) % TABLE])
+        self.logits[:rows].copy_(self.its_table[(31 * self.tokens[:rows] + 7 * self.positions[:rows]) % TABLE])
 
     def following(self, row: Row) -> int | None:
         logits = self.table[(31 * row.token + 7 * row.position) % TABLE]
@@ -95,8 +97,8 @@ class Steps:
 
     def __init__(self, rng: np.random.Generator, gpu: PretendGpu) -> None:
         resident = np.array([[False, True], [False, False]])
-        twins = Twins(rng, "qsac", slots=SLOTS, resident=resident)
-        self.kernels = KERNELS["triton"](replace(twins.triton.kernels.context, device=gpu))
+        twins = Twins(rng, "qsac", gpu, slots=SLOTS, resident=resident)
+        self.kernels = KERNELS["triton"](twins.triton.kernels.context)
         self.state, self.gpu = twins.triton.state, gpu
         self.state.cover[:] = torch.from_numpy(rng.integers(0, 1 << 20, self.state.cover.shape).astype(np.int32))
         self.state.parity[:] = torch.from_numpy(rng.integers(0, 2, self.state.parity.shape).astype(np.uint8))

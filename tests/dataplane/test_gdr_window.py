@@ -133,10 +133,12 @@ def test_a_call_that_fails_leaves_nothing_behind(double, staging):
             add_worker(plane, staging)
         assert failed.value.code == "FAILED_PRECONDITION"
         assert double.live() == base
-    double.set("full")
-    with pytest.raises(NativeError, match="OUT_OF_MEMORY") as failed:
-        add_worker(plane, staging)
-    assert failed.value.code == "RESOURCE_EXHAUSTED"
+    for full, reason in (("full", "OUT_OF_MEMORY"), ("bar_full", "gdr_pin_buffer: Cannot allocate memory")):
+        double.set(full)
+        with pytest.raises(NativeError, match=reason) as failed:
+            add_worker(plane, staging)
+        assert failed.value.code == "RESOURCE_EXHAUSTED"
+        assert double.live() == base
     double.set("")
     plane.remove_worker(add_worker(plane, staging))
     plane.close()

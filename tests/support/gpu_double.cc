@@ -3,7 +3,7 @@
 // What a stream copies is read and written when somebody asks, for the second time, whether it has ended.
 //
 // GPU_DOUBLE, words: ordering=N and flush=N are the device's attributes (default 100 and 1); deaf: nothing is ever
-// flushed; stuck: no stream ever ends; no_device; no_rdma; no_export; full: no memory is left; no_module: gdr_open
+// flushed; stuck: no stream ever ends; no_device; no_rdma; no_export; full: no memory is left; bar_full: no room for pins; no_module: gdr_open
 // fails; fails=CALL: that call fails. bar_spoils=N: what is stored through the BAR arrives wrong from byte N of its
 // memory on; bar_deaf=N: it never arrives; copy_spoils=N: of copies.
 // GPU_DOUBLE_LOG: a file that gets each call, and a line with FAULT for each one that a real library would not survive.
@@ -431,6 +431,7 @@ namespace {
 
 int pin_buffer(void* gdr, unsigned long at, size_t bytes, Handle* handle) {
   Mapped* found = mapping_of(at, bytes);
+  if (!word("bar_full").empty()) return ENOMEM;
   if (gdr != &the_gdr || !found) return fault("what is pinned is not mapped"), EINVAL;
   if (at % kPage != 0 || bytes % kPage != 0) return fault("what is pinned is not in pages of 64 KiB"), EINVAL;
   if (!found->memory->rdma || !found->readable)

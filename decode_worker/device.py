@@ -143,7 +143,9 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, launch: Callable[[], None]) -> None:
-        with torch.cuda.graph(self._graph):
+        torch.cuda.current_blas_handle()  # each thread has its own, and none can be made within a capture
+        usual = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails would leave its own the current
+        with usual, torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             launch()
 
     def replay(self) -> None:

@@ -9,7 +9,6 @@ constexpr int kPosixDescriptor = 1;  // a handle's type
 constexpr int kOnDevice = 1;         // a location's type
 constexpr int kReadWrite = 3;
 constexpr int kMinimum = 0;           // of the granularities
-constexpr int kSyncMemops = 6;        // a pointer's attribute
 constexpr int kOwnContext = 0;        // whose writes are flushed
 constexpr int kNotReady = 600;        // of a query
 constexpr unsigned kNonBlocking = 1;  // a stream's flag
@@ -36,7 +35,6 @@ CudaDriver::CudaDriver(const std::string& library, int device) : library_(librar
   library_.find(mem_map_, "cuMemMap");
   library_.find(mem_set_access_, "cuMemSetAccess");
   library_.find(mem_unmap_, "cuMemUnmap");
-  library_.find(pointer_set_attribute_, "cuPointerSetAttribute");
   library_.find(memset_, "cuMemsetD8_v2");
   library_.find(copy_to_host_, "cuMemcpyDtoH_v2");
   library_.find(stream_create_, "cuStreamCreate");
@@ -124,11 +122,6 @@ void CudaDriver::map(cuda::Pointer at, uint64_t bytes, cuda::Allocation allocati
 void CudaDriver::allow_access(cuda::Pointer at, uint64_t bytes) const {
   cuda::Access access{{kOnDevice, device_}, kReadWrite};
   check(mem_set_access_(at, bytes, &access, 1), "cuMemSetAccess");
-}
-
-void CudaDriver::synchronise_copies(cuda::Pointer at) const {
-  unsigned yes = 1;
-  check(pointer_set_attribute_(&yes, kSyncMemops, at), "cuPointerSetAttribute");
 }
 
 void CudaDriver::zero(cuda::Pointer at, uint64_t bytes) const {

@@ -82,8 +82,6 @@ class CudaDriver {
   void map(cuda::Pointer at, uint64_t bytes, cuda::Allocation allocation) const;
   void allow_access(cuda::Pointer at, uint64_t bytes) const;
   void unmap(cuda::Pointer at, uint64_t bytes) const { mem_unmap_(at, bytes); }
-  // Copies of the driver wait for what others store there.
-  void synchronise_copies(cuda::Pointer at) const;
 
   // These return when they have ended.
   void zero(cuda::Pointer at, uint64_t bytes) const;
@@ -127,7 +125,6 @@ class CudaDriver {
   int (*mem_map_)(cuda::Pointer, size_t, size_t, cuda::Allocation, unsigned long long);
   int (*mem_set_access_)(cuda::Pointer, size_t, const cuda::Access*, size_t);
   int (*mem_unmap_)(cuda::Pointer, size_t);
-  int (*pointer_set_attribute_)(const void*, int, cuda::Pointer);
   int (*memset_)(cuda::Pointer, unsigned char, size_t);
   int (*copy_to_host_)(void*, cuda::Pointer, size_t);
   int (*stream_create_)(cuda::Stream*, unsigned);

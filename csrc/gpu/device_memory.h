@@ -14,7 +14,6 @@ class DeviceMemory {
   // Zeroed: nobody else's bytes are in it. for_rdma: GDRCopy can map it. DeviceError.
   DeviceMemory(std::shared_ptr<CudaDriver> driver, uint64_t bytes, bool for_rdma)
       : DeviceMemory(std::move(driver), bytes, for_rdma, -1) {
-    if (for_rdma) driver_->synchronise_copies(address_);
     driver_->zero(address_, bytes_);
   }
   // What another process made with the same numbers; the caller keeps the descriptor. DeviceError.

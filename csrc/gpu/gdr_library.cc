@@ -1,12 +1,13 @@
 #include "gpu/gdr_library.h"
 
+#include <cerrno>
 #include <cstring>
 
 namespace headgate {
 namespace {
 
 void check(int error, const char* call) {
-  if (error != 0) throw DeviceError(std::string(call) + ": " + std::strerror(error));
+  if (error != 0) throw DeviceError(std::string(call) + ": " + std::strerror(error), error == ENOMEM);
 }
 
 }  // namespace

@@ -206,7 +206,8 @@ class DecodeLoop:
                     started = now
                 before = now
         except BaseException as error:
-            self.kernels.settle(self._transport.wait_us if isinstance(error, Exception) else INTERRUPTED_US)
+            if self._graphs is None or not self._graphs.capturing:  # then nothing was posted
+                self.kernels.settle(self._transport.wait_us if isinstance(error, Exception) else INTERRUPTED_US)
             raise
 
     def _begin(self, slot: int, position: int) -> None:

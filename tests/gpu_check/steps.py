@@ -61,6 +61,7 @@ def _compare(scene: Scene, daemon: Daemon, check: Check, right: Decoded, **setti
     for name, (a, b) in counts.items():
         assert abs(a - b) <= COUNTS_TOLERANCE * max(a, b), f"{name}: {a}, on the CPU {b}"
     assert (replays > 0) == (settings.get("graph") != "off"), f"{replays} replays"
+    assert all(graph.replays for graph in scene.graphs), "a line could not be captured"
 
 
 def _difference(mine: torch.Tensor, right: torch.Tensor) -> float:

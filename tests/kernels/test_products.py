@@ -13,6 +13,8 @@ from decode_worker.kernels.products.int8 import quantised
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.transformer import Transformer
 from tests.model.tiny_models import ARCHITECTURES, MAX_POSITIONS, save, tiny_model
+from tests.support.device_tensor import DEVICE
+from tests.support.pretend_gpu import RecordedGraph
 
 TOLERANCE = 5e-5
 
@@ -181,3 +183,25 @@ def test_int8_is_within_half_a_step_of_each_weight(rng):
     whole, scales = quantised(matrix)
     assert whole.abs().max() == 127
     assert ((whole * scales[:, None] - matrix).abs() <= scales[:, None] * 0.501).all()
+
+
+def test_parts_that_are_replayed_go_on_from_parts_that_are_not(saved, rng):
+    """As in a step whose host waits before each layer, when one part cannot be captured."""
+    checkpoint = Checkpoint.open(saved("llama2", "default", 64))
+    model = Transformer.load(checkpoint, MAX_POSITIONS, device=DEVICE)
+    products, right = (PRODUCTS["reference"](model, 2, 1, "compute") for _ in range(2))
+    graph = RecordedGraph()
+    for number in range(3):
+        for made in (products, right):
+            made.tokens.copy_(torch.tensor([number, 7 + number]).to(DEVICE))
+            made.embed(2)
+        if number == 0:
+            graph.capture(lambda: products.layer(0, 2, True))
+        graph.replay()
+        right.layer(0, 2, True)
+        assert torch.equal(products.key.cpu(), right.key.cpu()), number
+        for made in (products, right):
+            for layer in range(1, model.config.layers):
+                made.layer(layer, 2, False)
+            made.finish(2)
+        assert torch.equal(products.logits.cpu(), right.logits.cpu()), number

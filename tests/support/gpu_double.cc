@@ -3,7 +3,7 @@
 // What a stream copies is read and written when somebody asks, for the second time, whether it has ended.
 //
 // GPU_DOUBLE, words: ordering=N and flush=N are the device's attributes (default 100 and 1); deaf: nothing is ever
-// flushed; stuck: no stream ever ends; no_device; no_rdma; no_export; full: no memory is left; no_module: gdr_open
+// flushed; stuck: no stream ever ends; no_device; no_rdma; no_export; full: no memory is left; bar_full: no room for pins; no_module: gdr_open
 // fails; fails=CALL: that call fails. bar_spoils=N: what is stored through the BAR arrives wrong from byte N of its
 // memory on; bar_deaf=N: it never arrives; copy_spoils=N: of copies.
 // GPU_DOUBLE_LOG: a file that gets each call, and a line with FAULT for each one that a real library would not survive.
@@ -60,7 +60,7 @@ struct Memory {
 struct Mapped {
   size_t bytes;
   Memory* memory;
-  bool readable, synchronous;
+  bool readable;
 };
 struct Pin {
   uint64_t at;
@@ -310,7 +310,7 @@ API int cuMemMap(uint64_t at, size_t bytes, size_t, unsigned long long handle, u
   if (bytes != memory->bytes) return kInvalid;
   if (mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd, 0) == MAP_FAILED) abort();
   ++memory->maps;
-  mapped[at] = {bytes, memory, false, false};
+  mapped[at] = {bytes, memory, false};
   return kOk;
 }
 API int cuMemSetAccess(uint64_t at, size_t bytes, const Access* access, size_t count) {
@@ -329,12 +329,6 @@ API int cuMemUnmap(uint64_t at, size_t bytes) {
   --mapped[at].memory->maps;
   mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   mapped.erase(at);
-  return kOk;
-}
-API int cuPointerSetAttribute(const void* value, int attribute, uint64_t at) {
-  ENTER("cuPointerSetAttribute");
-  if (!mapped.count(at) || attribute != 6) return fault("an attribute of nothing");
-  mapped[at].synchronous = *static_cast<const unsigned*>(value) == 1;
   return kOk;
 }
 API int cuMemsetD8_v2(uint64_t at, unsigned char value, size_t bytes) {
@@ -437,10 +431,11 @@ namespace {
 
 int pin_buffer(void* gdr, unsigned long at, size_t bytes, Handle* handle) {
   Mapped* found = mapping_of(at, bytes);
+  if (!word("bar_full").empty()) return ENOMEM;
   if (gdr != &the_gdr || !found) return fault("what is pinned is not mapped"), EINVAL;
   if (at % kPage != 0 || bytes % kPage != 0) return fault("what is pinned is not in pages of 64 KiB"), EINVAL;
-  if (!found->memory->rdma || !found->synchronous || !found->readable)
-    return fault("what is pinned is not for RDMA, not accessible, or not synchronised with copies"), EINVAL;
+  if (!found->memory->rdma || !found->readable)
+    return fault("what is pinned is not for RDMA, or not accessible"), EINVAL;
   pins[handle->h = next_handle++] = {at, bytes, nullptr};
   return 0;
 }

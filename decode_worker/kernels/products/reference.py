@@ -20,26 +20,27 @@ class ReferenceProducts(Products):
         if weights == "int8":
             model = Transformer(model.config, rounded(model.weights), model.declared_max, model.operations)
         self._model = model
-        self._x = torch.empty(0)
+        # Fixed, since parts of a step may be replayed and others not.
+        self._x = torch.empty(batch, model.config.hidden, dtype=model.dtype, device=model.device)
 
     @torch.inference_mode()
     def embed(self, rows: int) -> None:
-        self._x = self._model.embed(self.tokens[:rows])
+        self._x[:rows] = self._model.embed(self.tokens[:rows])
 
     @torch.inference_mode()
     def layer(self, layer: int, rows: int, speculate: bool) -> None:
         if layer > 0:
             self._end(layer - 1, rows)
-        at = self.positions[:rows]
-        for target, made in zip((self.query, self.key, self.value), self._model.qkv(layer, self._x, at), strict=True):
+        x, at = self._x[:rows], self.positions[:rows]
+        for target, made in zip((self.query, self.key, self.value), self._model.qkv(layer, x, at), strict=True):
             target[:rows] = made
         if speculate and layer + 1 < self._model.config.layers:
-            self.next_query[:rows] = self._model.query(layer + 1, self._x, at)
+            self.next_query[:rows] = self._model.query(layer + 1, x, at)
 
     @torch.inference_mode()
     def finish(self, rows: int) -> None:
         self._end(self._model.config.layers - 1, rows)
-        self.logits[:rows] = self._model.logits(self._x)
+        self.logits[:rows] = self._model.logits(self._x[:rows])
 
     def _end(self, layer: int, rows: int) -> None:
-        self._x = self._model.finish(layer, self._x, self.attention[:rows].to(self._model.dtype))
+        self._model.finish(layer, self._x[:rows], self.attention[:rows].to(self._model.dtype))

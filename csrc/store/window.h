@@ -39,7 +39,7 @@ struct WindowSettings {
   std::string kind = "shm";  // of window_kinds(), or "auto": all that can be had
   std::string cuda_library = "libcuda.so.1", gdr_library = "libgdrapi.so.2";
   int gpu = 0;
-  uint32_t threads = 1;  // that deliver at once
+  uint32_t threads = 1;      // that deliver at once
   uint64_t arena_bytes = 0;  // of an owner's arena, which `pull` needs
 };
 

@@ -3,9 +3,9 @@
 // What a stream copies is read and written when somebody asks, for the second time, whether it has ended.
 //
 // GPU_DOUBLE, words: ordering=N and flush=N are the device's attributes (default 100 and 1); deaf: nothing is ever
-// flushed; stuck: no stream ever ends; no_device; no_rdma; no_export; full: no memory is left; bar_full: no room for pins; no_module: gdr_open
-// fails; fails=CALL: that call fails. bar_spoils=N: what is stored through the BAR arrives wrong from byte N of its
-// memory on; bar_deaf=N: it never arrives; copy_spoils=N: of copies.
+// flushed; stuck: no stream ever ends; no_device; no_rdma; no_export; full: no memory is left; bar_full: no room for
+// pins; no_module: gdr_open fails; fails=CALL: that call fails. bar_spoils=N: what is stored through the BAR arrives
+// wrong from byte N of its memory on; bar_deaf=N: it never arrives; copy_spoils=N: of copies.
 // GPU_DOUBLE_LOG: a file that gets each call, and a line with FAULT for each one that a real library would not survive.
 // GPU_DOUBLE_OLD: built without the names that older libraries lack; GPU_DOUBLE_CUDA_12: with batches as CUDA 12.8 has
 // them.

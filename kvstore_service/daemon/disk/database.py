@@ -23,7 +23,9 @@ class Database:
     def __init__(self, data_dir: Path) -> None:
         """FAILED_PRECONDITION if a newer version wrote the file, sqlite3.DatabaseError if it cannot be read."""
         self.lock = threading.Lock()
-        db = sqlite3.connect(data_dir / "catalog.sqlite", isolation_level=None, check_same_thread=False)
+        # A block that is written again when the power goes may lose what it held: commits share none in the log.
+        name = f"{(data_dir / 'catalog.sqlite').absolute().as_uri()}?psow=0"
+        db = sqlite3.connect(name, uri=True, isolation_level=None, check_same_thread=False)
         self.connection = db
         try:
             # One process at a time: without shared memory beside it, a full disk cannot kill the process (SIGBUS).
@@ -33,6 +35,10 @@ class Database:
             db.execute("PRAGMA foreign_keys=ON")
             db.execute("PRAGMA temp_store=MEMORY")  # else what a trigger may undo goes to a file, for every row
             db.execute(f"PRAGMA cache_size=-{_CACHE_BYTES >> 10}")
+            with contextlib.suppress(sqlite3.OperationalError):  # on a full disk the log stays as it is
+                # What a power cut has left behind the last commit, such as a block that cannot be read or written in
+                # part, would end the next commits.
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self.id = schema.bring_up(db, data_dir)
         except BaseException:
             db.close()

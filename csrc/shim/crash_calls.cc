@@ -186,13 +186,13 @@ void crash_model_begin(const char* root, const char* aside, uint64_t seed, uint6
   inside = false;
   begun = true;
 }
-uint64_t crash_model_steps() {
-  Model model;
-  return model->steps();
-}
 void crash_model_crash() {
   Model model;
   model->crash();
+}
+void crash_model_crash_within(uint64_t steps) {
+  Model model;
+  model->crash_within(steps);
 }
 Turn crash_model_turn(int fd, uint64_t offset) {
   Model model;

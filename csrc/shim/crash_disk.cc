@@ -149,28 +149,23 @@ void CrashDisk::synced(int fd, File& file) {
   file.durable_bytes = uint64_t(stat_of(fd).st_size);
 }
 
+// A rename is one change, durable with either directory.
 void CrashDisk::synced_directory(const std::string& path) {
-  auto durable = [&](Name& name) {
-    name.dirs.erase(path);
-    if (name.dirs.empty() && !name.aside.empty()) raw_unlink(name.aside);
-    return name.dirs.empty();
+  auto durable = [&](const Name& name) {
+    bool synced = parent(name.to) == path || (!name.from.empty() && parent(name.from) == path);
+    if (synced && !name.aside.empty()) raw_unlink(name.aside);
+    return synced;
   };
   std::erase_if(names_, durable);
 }
 
-void CrashDisk::add(Name name) {
-  name.dirs.insert(parent(name.to));
-  if (!name.from.empty()) name.dirs.insert(parent(name.from));
-  names_.push_back(std::move(name));
-}
-
-void CrashDisk::made_directory(const std::string& path) { add({Name::kMade, "", path, "", {}}); }
-void CrashDisk::linked(const std::string& path) { add({Name::kLinked, "", path, "", {}}); }
+void CrashDisk::made_directory(const std::string& path) { names_.push_back({Name::kMade, "", path, ""}); }
+void CrashDisk::linked(const std::string& path) { names_.push_back({Name::kLinked, "", path, ""}); }
 void CrashDisk::unlinked(const std::string& path, std::string aside) {
-  add({Name::kUnlinked, "", path, std::move(aside), {}});
+  names_.push_back({Name::kUnlinked, "", path, std::move(aside)});
 }
 void CrashDisk::renamed(const std::string& from, const std::string& to, std::string aside) {
-  add({Name::kRenamed, from, to, std::move(aside), {}});
+  names_.push_back({Name::kRenamed, from, to, std::move(aside)});
 }
 
 std::string CrashDisk::set_aside(const std::string& path) {

@@ -98,20 +98,18 @@ class CrashDisk {
     if (++steps_ == settings_.crash_at) crash();
   }
   [[noreturn]] void crash();
-  uint64_t steps() const { return steps_; }
+  void crash_within(uint64_t steps) { settings_.crash_at = steps_ + steps; }
 
  private:
   struct Name {
     enum Kind { kMade, kLinked, kUnlinked, kRenamed } kind;
     std::string from, to;
-    std::string aside;           // the file that had the name before
-    std::set<std::string> dirs;  // that were not synced since
+    std::string aside;  // the file that had the name before
   };
   using Inode = std::pair<dev_t, ino_t>;
   enum class Mood { kMixed, kMostlyOld, kMostlyNew };  // crashes differ in how much they leave
 
   void load_unreadable();
-  void add(Name name);
   std::vector<bool> kept_names(Draw& draw) const;
   void undo(const Name& name);
   void crash_names(Draw& draw);
@@ -119,7 +117,7 @@ class CrashDisk {
   uint64_t crash_size(const File& file, uint64_t now_bytes, Draw& draw, Mood mood) const;
   bool crash_block(int fd, const std::vector<uint8_t>& before, uint64_t block, Draw& draw, Mood mood);
 
-  const CrashSettings settings_;
+  CrashSettings settings_;
   std::map<Inode, File> files_;
   std::vector<Name> names_;
   uint64_t steps_ = 0, asides_ = 0, met_ = 0;

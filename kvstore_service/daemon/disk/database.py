@@ -23,7 +23,7 @@ class Database:
     def __init__(self, data_dir: Path) -> None:
         """FAILED_PRECONDITION if a newer version wrote the file, sqlite3.DatabaseError if it cannot be read."""
         self.lock = threading.Lock()
-        # A block that is written again when the power goes may lose what it held: commits share none in the log.
+        # A block that is being written when the power goes may lose what it held before: commits share none in the log.
         name = f"{(data_dir / 'catalog.sqlite').absolute().as_uri()}?psow=0"
         db = sqlite3.connect(name, uri=True, isolation_level=None, check_same_thread=False)
         self.connection = db
@@ -36,8 +36,8 @@ class Database:
             db.execute("PRAGMA temp_store=MEMORY")  # else what a trigger may undo goes to a file, for every row
             db.execute(f"PRAGMA cache_size=-{_CACHE_BYTES >> 10}")
             with contextlib.suppress(sqlite3.OperationalError):  # on a full disk the log stays as it is
-                # What a power cut has left behind the last commit, such as a block that cannot be read or written in
-                # part, would end the next commits.
+                # Behind the last commit a power cut may leave a block that cannot be written in part, and the next
+                # commit would share its last block: nothing is appended to such a log.
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self.id = schema.bring_up(db, data_dir)
         except BaseException:

@@ -38,11 +38,9 @@ def crash() -> NoReturn:
     raise AssertionError("the process outlived its disk")
 
 
-def steps() -> int:
-    """Changes and syncs so far."""
-    count = _model.crash_model_steps
-    count.restype = ctypes.c_uint64
-    return int(count())
+def crash_within(steps: int) -> None:
+    """With the change or sync of that number, counted from now."""
+    _model.crash_model_crash_within(ctypes.c_uint64(steps))
 
 
 def unreadable(aside: Path) -> list[tuple[Path, int]]:

@@ -1,7 +1,7 @@
-"""A life of a store: it starts on what the crash before has left, is compared with the ledger, and works until the next.
+"""A life of a store: it starts on what a crash has left, is compared with the ledger, and works until the next crash.
 
-1. start; where SQLite's files cannot be read, once more on a copy of what can      2. a catalogue that was lost: rebuild
-3. compare rows, files, bytes and sums with the ledger                              4. operations, restarts, the crash
+1. start; where SQLite's files cannot be read, once more on a copy of what can   2. a catalogue that was lost: rebuild
+3. compare rows, files, bytes and sums with the ledger                           4. operations, restarts, the crash
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.crash.power.operations import OPERATIONS, Scene, operate
 PACK_BYTES = 286_720
 AMPLE_BYTES = 64 << 20
 TIGHT_PACKS = 6
+REBUILD_STEPS = 150  # about as many as a rebuild takes
 DRAM_BYTES = (4 << 20, 16 << 20)
 CATALOGUE_FILES = ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-journal")
 
@@ -69,7 +70,7 @@ class Life:
             kind = self._chance.random()
             if kind < 0.06:
                 self._restart()
-            elif kind < 0.12:
+            elif kind < 0.14:
                 self._lose_catalogue()
             else:
                 operate(self._scene, self._wanted)
@@ -117,6 +118,8 @@ class Life:
     def _lose_catalogue(self) -> None:
         """An operator moves it away; the next start finds files that it does not know."""
         self._scene.node.close()
+        if self._chance.random() < 0.5:
+            disk.crash_within(self._chance.randint(1, REBUILD_STEPS))
         self._ledger.may_be("catalogue lost", True)
         for name in CATALOGUE_FILES:
             (self._data_dir / name).unlink(missing_ok=True)

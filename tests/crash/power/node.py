@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -159,7 +158,3 @@ class Node:
 
     def pinned(self, number: int) -> bool:
         return self.catalog.uses.is_pinned(self.name(number))
-
-    def pause(self) -> None:
-        """Lets a read ahead come under way."""
-        time.sleep(0.001)

@@ -162,7 +162,7 @@ def keep_sidecar(scene: Scene) -> None:
 
 def evict(scene: Scene) -> None:
     """A pack and what continues it, by an operator."""
-    numbers, rows = scene.stored_chain()
+    _, rows = scene.stored_chain()
     if not rows:
         return
     operation = scene.node.store.operation

@@ -1,6 +1,6 @@
-"""Lives of stores, each in a child that the crash model ends: reads seeds from stdin, answers each with a line.
+"""Lives of stores, each in a child that the crash model ends: reads [seed, bug] from stdin, answers each with a line.
 
-    LD_PRELOAD=libcrash_model.so python -m tests.crash.power.process --native=PATH [--bug=NAME]
+    LD_PRELOAD=libcrash_model.so python -m tests.crash.power.process --native=PATH
 
 It runs on the test build of kvstore_service._native. Everything is imported once; a life is a fork.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
+import secrets
 import signal
 import sys
 import tempfile
@@ -19,84 +19,82 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIFE_S = 120  # a hang
-ALWAYS = 1 << 40
+LIVES_MAX = 4
 
 
 @dataclass
 class Answer:
-    """`failure`: what the store did wrong, with what was known; empty if nothing."""
+    """`failure`: what the store did wrong, with what was known; empty if nothing. `bug`: planted."""
 
     seed: int
+    bug: str = ""
     crashes: int = 0
-    steps: int = 0
     failure: str = ""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A seed's lives, with what outlives each of them: the directory, and descriptors of ledger and report."""
+
+    seed: int
+    bug: str
+    directory: Path
+    ledger: int
+    report: int
+
+    def outcome(self, life: int, last: bool) -> int:
+        """The status that a life ends with; a signal's is negative."""
+        child = os.fork()
+        if child:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        status = 1
+        try:
+            signal.alarm(LIFE_S)
+            os.dup2(self.report, 2)
+            self._live(life, last)
+            status = 0
+        except BaseException:
+            os.write(self.report, traceback.format_exc().encode())
+        finally:
+            os._exit(status)
+
+    def _live(self, life: int, last: bool) -> None:
+        from tests.crash.power.bugs import BUGS
+        from tests.crash.power.ledger import Ledger
+        from tests.crash.power.life import Life, Plan
+
+        names = random.Random(f"names {self.seed} {life}")
+        secrets.token_bytes = names.randbytes  # type: ignore[assignment]
+        secrets.token_hex = lambda count: names.randbytes(count).hex()  # type: ignore[assignment, misc]
+        if self.bug:
+            BUGS[self.bug]()
+        Life(Plan(self.seed, life, last), self.directory / "root", self.directory / "aside", Ledger(self.ledger)).live()
+
+    def said(self) -> str:
+        report, ledger = (os.pread(fd, 1 << 20, 0).decode() for fd in (self.report, self.ledger))
+        return f"{report}\nledger:\n{ledger}"
 
 
 def answer(seed: int, bug: str) -> Answer:
     """All lives of a seed: some that end in a crash, and one that finds out what they have left."""
-    found = Answer(seed)
-    directory = Path(tempfile.mkdtemp(prefix="headgate-cut-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-    root, aside = directory / "root", directory / "aside"
-    root.mkdir()
-    aside.mkdir()
-    ledger = os.memfd_create("ledger")
-    report = os.memfd_create("report")
-    crashing = random.Random(f"lives {seed}").randint(1, 3)
-    try:
-        for life in range(crashing + 1):
-            status = _life_of(seed, life, life == crashing, root, aside, ledger, report, bug)
-            said = os.pread(report, 1 << 20, 0).decode()
-            if status != (0 if life == crashing else _crashed()):
-                facts = os.pread(ledger, 1 << 20, 0).decode()
-                found.failure = f"life {life} ended with status {status}\n{said}\nledger:\n{facts}"
-                break
-            found.crashes += life < crashing
-    finally:
-        os.close(ledger)
-        os.close(report)
-        shutil.rmtree(directory)
-    return found
-
-
-def _crashed() -> int:
     from tests.crash.power.disk import CRASHED
 
-    return CRASHED
-
-
-def _life_of(
-    seed: int, number: int, last: bool, root: Path, aside: Path, ledger: int, report: int, bug: str
-) -> int:
-    """The status that the life ends with; a signal's is negative."""
-    child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status)
-    status = 1
-    try:
-        signal.alarm(LIFE_S)
-        os.dup2(report, 2)
-        _live(seed, number, last, root, aside, ledger, bug)
-        status = 0
-    except BaseException:
-        os.write(report, traceback.format_exc().encode())
-    finally:
-        os._exit(status)
-
-
-def _live(seed: int, number: int, last: bool, root: Path, aside: Path, ledger: int, bug: str) -> None:
-    import secrets
-
-    from tests.crash.power.bugs import BUGS
-    from tests.crash.power.ledger import Ledger
-    from tests.crash.power.life import Life, Plan
-
-    names = random.Random(f"names {seed} {number}")
-    secrets.token_bytes = names.randbytes  # type: ignore[assignment]
-    secrets.token_hex = lambda count: names.randbytes(count).hex()  # type: ignore[assignment, misc]
-    if bug:
-        BUGS[bug]()
-    Life(Plan(seed, number, last), root, aside, Ledger(ledger)).live()
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with (
+        tempfile.TemporaryDirectory(prefix="headgate-cut-", dir=memory) as directory,
+        open(os.memfd_create("ledger"), "rb") as ledger,
+        open(os.memfd_create("report"), "rb") as report,
+    ):
+        cut = _Cut(seed, bug, Path(directory), ledger.fileno(), report.fileno())
+        for name in ("root", "aside"):
+            (cut.directory / name).mkdir()
+        crashes = random.Random(f"lives {seed}").randint(1, LIVES_MAX - 1)
+        for life in range(crashes + 1):
+            last = life == crashes
+            status = cut.outcome(life, last)
+            if status != (0 if last else CRASHED):
+                return Answer(seed, bug, life, f"life {life} ended with status {status}\n{cut.said()}")
+    return Answer(seed, bug, crashes)
 
 
 def _prepare() -> None:
@@ -119,13 +117,12 @@ def _prepare() -> None:
 
 
 def main() -> None:
-    arguments = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
     from tests.support.faulty_daemon import load_native
 
-    load_native(arguments["native"])
+    load_native(sys.argv[1].removeprefix("--native="))
     _prepare()
     for line in sys.stdin:
-        print(json.dumps(vars(answer(int(line), arguments.get("bug", "")))), flush=True)
+        print(json.dumps(vars(answer(*json.loads(line)))), flush=True)
 
 
 if __name__ == "__main__":

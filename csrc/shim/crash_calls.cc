@@ -148,7 +148,7 @@ int rename_at(int from_at, const char* from, int to_at, const char* to) {
   bool ours = model && model->covers(to);
   std::string aside = ours ? model->set_aside(to) : "";
   int result = int(syscall(SYS_renameat2, from_at, from, to_at, to, 0));
-  if (result != 0 || !ours) return result;
+  if (result != 0 || !ours || exists(from)) return result;  // two names of one file stay as they are
   model->renamed(from, to, std::move(aside));
   model->step();
   return 0;

@@ -149,14 +149,19 @@ void CrashDisk::synced(int fd, File& file) {
   file.durable_bytes = uint64_t(stat_of(fd).st_size);
 }
 
-// A rename is one change, durable with either directory.
+// A rename is one change, durable with either directory, and so is what was done to its names before.
 void CrashDisk::synced_directory(const std::string& path) {
-  auto durable = [&](const Name& name) {
-    bool synced = parent(name.to) == path || (!name.from.empty() && parent(name.from) == path);
-    if (synced && !name.aside.empty()) raw_unlink(name.aside);
-    return synced;
+  std::set<std::string> durable;
+  auto in_path = [&](const std::string& name) {
+    return !name.empty() && (parent(name) == path || durable.count(name));
   };
-  std::erase_if(names_, durable);
+  for (size_t i = names_.size(); i-- > 0;) {
+    const Name& name = names_[i];
+    if (!in_path(name.to) && !in_path(name.from)) continue;
+    durable.insert({name.to, name.from});
+    if (!name.aside.empty()) raw_unlink(name.aside);
+    names_.erase(names_.begin() + long(i));
+  }
 }
 
 void CrashDisk::made_directory(const std::string& path) { names_.push_back({Name::kMade, "", path, ""}); }

@@ -16,8 +16,8 @@ namespace headgate::shim {
 
 // kFail: -1 and errno `value`. kShorten: `value` bytes are transferred and reported. kTear: `value` bytes are
 // transferred and all are reported; a read finds garbage behind them. kDelay: `value` microseconds first. Writes are
-// cut at whole blocks. Bugs of the store, planted: kSkip makes no call and reports success, kTrust takes a transfer that
-// ended early for a whole one.
+// cut at whole blocks. Bugs of the store, planted: kSkip makes no call and reports success, kTrust takes a transfer
+// that ended early for a whole one.
 enum class Action : uint8_t { kNone, kFail, kShorten, kTear, kDelay, kSkip, kTrust };
 
 struct Rule {

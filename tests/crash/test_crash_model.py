@@ -19,7 +19,7 @@ BUGS = {
     "no sync of the row": 19,
     "a short read taken for whole": 5,
     "commits that share a block of the log": 58,
-    "a log that is not cut at the start": 19,
+    "a log that is not cut at the start": 56,
     "a stamp that must be readable": 38,
     "a stamp before moves are durable": 122,
 }

@@ -84,6 +84,7 @@ def sweep(
         else:
             quarantine.mkdir(mode=0o700, exist_ok=True)
             path.rename(quarantine / path.name)
+            path.unlink(missing_ok=True)  # if it lay there already: of two names of one file none is renamed
         moved += 1
         if moved <= _LOGGED_MAX:
             event(log, logging.WARNING, fate, file=path.name)

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvstore_service.shared.types import PackReservation, PackRow, ReservedPack, StoreError
 from tests.crash.power.ledger import Ledger
-from tests.crash.power.node import CHAINS, KINDS, NUMBERS, Node, content_of, numbers_of
-from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, digest
+from tests.crash.power.node import CHAIN_PACKS, CHAINS, KINDS, NUMBERS, Node, content_of, numbers_of
+from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, candidate, digest
 
 
 @dataclass
@@ -65,11 +65,11 @@ class Scene:
 
     def reserve(self, session: str, numbers: list[int]) -> list[ReservedPack]:
         """RESOURCE_EXHAUSTED."""
-        parent = b"" if numbers[0] % len(numbers_of(0)) == 0 else self.node.name(numbers[0] - 1)
-        items = [
-            PackReservation(number % len(numbers_of(0)) * TOKENS, TOKENS, digest(number), parent if first else b"")
-            for number, first in zip(numbers, [True] + [False] * len(numbers), strict=False)
-        ]
+        items = []
+        for number in numbers:
+            index = number % CHAIN_PACKS
+            parent = self.node.name(number - 1) if index and not items else b""  # b"": the one before in this list
+            items.append(PackReservation(index * TOKENS, TOKENS, digest(number), parent))
         return self.node.store.packs.reserve(self.node.peer, session, items)
 
 
@@ -132,7 +132,7 @@ def seal(scene: Scene) -> None:
     """A bound session grows by a pack."""
     node = scene.node
     numbers, rows = scene.stored_chain()
-    wanted = numbers_of(numbers[0] // len(numbers_of(0)))[len(numbers) :][:1] if numbers else []
+    wanted = [numbers[-1] + 1] if rows and len(rows) < CHAIN_PACKS else []
     if not wanted or node.row(wanted[0]) is not None:
         return
     session, epoch = node.attach(rows)
@@ -215,8 +215,8 @@ def verify(scene: Scene) -> None:
 def find(scene: Scene) -> None:
     """A lookup by tokens, as a prefill asks."""
     chain = scene.chain()
-    items = [PackReservation(index * TOKENS, TOKENS, digest(number)) for index, number in enumerate(numbers_of(chain))]
-    found = scene.node.store.prefixes.lookup(scene.node.peer, LAYOUT.fingerprint, items)  # type: ignore[arg-type]
+    wanted = [candidate(number, index) for index, number in enumerate(numbers_of(chain))]
+    found = scene.node.store.prefixes.lookup(scene.node.peer, LAYOUT.fingerprint, wanted)
     assert found == [row.ref for row in scene.node.stored(chain)]
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,7 @@ class Life:
         self._chance = plan.chance
         wanted = [each for each in OPERATIONS if self._chance.random() < 0.8]
         self._wanted = wanted or list(OPERATIONS)
+        print(f"life {plan.life}: {sorted(plan.faults)}, crash at {plan.crash_at}", file=sys.stderr)
         disk.begin(root, aside, plan.seed << 8 | plan.life, plan.crash_at, plan.faults)
 
     def live(self) -> None:

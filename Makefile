@@ -3,6 +3,7 @@
 TEST_PROCESSES ?= 2
 SOAK_MINUTES ?= 60
 PRESSURE_MINUTES ?= 10
+SOAK_SEEDS ?= 10000
 
 setup:
 	@scripts/setup.sh
@@ -17,6 +18,7 @@ test: setup check
 soak: setup
 	@.venv/bin/python -m tests.crash.soak --minutes $(SOAK_MINUTES)
 	@.venv/bin/python -m tests.crash.pressure --minutes $(PRESSURE_MINUTES)
+	@.venv/bin/python -m tests.crash.power.cuts --seeds $(SOAK_SEEDS)
 	@.venv/bin/python -m tests.hostile.fuzz
 
 check: setup

@@ -22,10 +22,9 @@ namespace {
 using DiskRule = std::tuple<std::string, std::string, uint64_t, uint64_t, uint64_t>;
 
 void set_disk_rules(const std::vector<DiskRule>& wanted) {
-  static const std::map<std::string, shim::Action> actions{{"fail", shim::Action::kFail},
-                                                           {"shorten", shim::Action::kShorten},
-                                                           {"tear", shim::Action::kTear},
-                                                           {"delay", shim::Action::kDelay}};
+  static const std::map<std::string, shim::Action> actions{
+      {"fail", shim::Action::kFail},   {"shorten", shim::Action::kShorten}, {"tear", shim::Action::kTear},
+      {"delay", shim::Action::kDelay}, {"skip", shim::Action::kSkip},       {"trust", shim::Action::kTrust}};
   std::vector<shim::Rule> rules;
   for (const auto& [site, action, nth, times, value] : wanted) {
     auto found = actions.find(action);

@@ -1,5 +1,7 @@
 #include "shim/disk_shim.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -62,13 +64,27 @@ size_t Injected::asked(bool write, size_t bytes) const {
 }
 
 ssize_t Injected::answer(bool write, void* buffer, size_t bytes, ssize_t result) const {
+  if (action == Action::kTrust && result > 0) return ssize_t(bytes);
   if (result < 0 || (action != Action::kShorten && action != Action::kTear)) return result;
   size_t kept = std::min<size_t>(value, bytes);
   if (!write) std::memset(static_cast<uint8_t*>(buffer) + kept, kGarbage, bytes - kept);
   return ssize_t(action == Action::kTear ? bytes : kept);
 }
 
-bool prepare(Site site, Injected& injected, io_uring_sqe* sqe, bool write, uint32_t& bytes) {
+namespace {
+
+constexpr int64_t kLateNs = 50'000;
+
+// errno as the kernel tells it of a request, negative.
+ssize_t move(const BlockTransfer& t) {
+  ssize_t moved =
+      t.write ? pwrite(t.fd, t.buffer, t.bytes, off_t(t.offset)) : pread(t.fd, t.buffer, t.bytes, off_t(t.offset));
+  return moved < 0 ? -errno : moved;
+}
+
+}  // namespace
+
+bool prepare(Site site, Injected& injected, io_uring_sqe* sqe, BlockTransfer& transfer) {
   bool delayed = injected.action == Action::kDelay;  // and repeated now, as the same operation
   injected = delayed ? Injected{} : take(site);
   if (injected.action == Action::kDelay) {
@@ -76,16 +92,27 @@ bool prepare(Site site, Injected& injected, io_uring_sqe* sqe, bool write, uint3
     io_uring_prep_timeout(sqe, &injected.delay, 0, 0);
     return true;
   }
-  bytes = uint32_t(injected.asked(write, bytes));
-  if (bytes > 0 && injected.action != Action::kFail) return false;
+  transfer.bytes = uint32_t(injected.asked(transfer.write, transfer.bytes));
+  if (transfer.bytes > 0 && injected.action != Action::kFail) {
+    injected.turn = crash_model_turn ? crash_model_turn(transfer.fd, transfer.offset) : Turn::kKernel;
+    if (injected.turn == Turn::kKernel) return false;
+    if (injected.turn == Turn::kAtSubmission) injected.moved = move(transfer);
+    if (injected.turn == Turn::kLate) {
+      injected.delay = {0, kLateNs};
+      io_uring_prep_timeout(sqe, &injected.delay, 0, 0);
+      return true;
+    }
+  }
   io_uring_prep_nop(sqe);
   return true;
 }
 
-int settle(Injected& injected, bool write, void* buffer, uint32_t bytes, int result) {
+int settle(Injected& injected, const BlockTransfer& transfer, int result) {
   if (injected.action == Action::kFail) return -int(injected.value);
-  if (injected.action == Action::kDelay) return -EAGAIN;
-  return int(injected.answer(write, buffer, bytes, result));
+  if (injected.action == Action::kDelay || injected.turn == Turn::kAgain) return -EAGAIN;
+  if (injected.turn == Turn::kAtSubmission) result = int(injected.moved);
+  if (injected.turn == Turn::kAtCompletion || injected.turn == Turn::kLate) result = int(move(transfer));
+  return int(injected.answer(transfer.write, transfer.buffer, transfer.bytes, result));
 }
 
 }  // namespace headgate::shim

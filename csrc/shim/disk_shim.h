@@ -9,14 +9,16 @@
 #include <utility>
 #include <vector>
 
+#include "shim/crash_model.h"
 #include "store/site.h"
 
 namespace headgate::shim {
 
 // kFail: -1 and errno `value`. kShorten: `value` bytes are transferred and reported. kTear: `value` bytes are
 // transferred and all are reported; a read finds garbage behind them. kDelay: `value` microseconds first. Writes are
-// cut at whole blocks.
-enum class Action : uint8_t { kNone, kFail, kShorten, kTear, kDelay };
+// cut at whole blocks. Bugs of the store, planted: kSkip makes no call and reports success, kTrust takes a transfer
+// that ended early for a whole one.
+enum class Action : uint8_t { kNone, kFail, kShorten, kTear, kDelay, kSkip, kTrust };
 
 struct Rule {
   std::string site;  // or "*": of all sites together
@@ -30,6 +32,8 @@ struct Rule {
 struct Injected {
   Action action = Action::kNone;
   uint64_t value = 0;
+  Turn turn = Turn::kKernel;
+  ssize_t moved = 0;  // by a transfer that has had its turn
   __kernel_timespec delay{};
 
   size_t asked(bool write, size_t bytes) const;                                  // what to transfer
@@ -50,6 +54,7 @@ int call(Site site, Call call) {
   Injected injected = take(site);
   if (injected.action == Action::kFail) return errno = int(injected.value), -1;
   if (injected.action == Action::kDelay) sleep_us(injected.value);
+  if (injected.action == Action::kSkip) return 0;
   return call();
 }
 
@@ -63,8 +68,8 @@ ssize_t transfer(Site site, bool write, void* buffer, size_t bytes, Call call) {
 }
 
 // The same for an io_uring request. True: sqe has been prepared as something else; a delay is a timeout, after which
-// the request is repeated.
-bool prepare(Site site, Injected& injected, io_uring_sqe* sqe, bool write, uint32_t& bytes);
-int settle(Injected& injected, bool write, void* buffer, uint32_t bytes, int result);
+// the request is repeated. A disk of the crash model is no kernel's: such transfers are made here.
+bool prepare(Site site, Injected& injected, io_uring_sqe* sqe, BlockTransfer& transfer);
+int settle(Injected& injected, const BlockTransfer& transfer, int result);
 
 }  // namespace headgate::shim

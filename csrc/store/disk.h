@@ -27,8 +27,8 @@ template <typename Call>
 ssize_t transfer(Site, bool, void*, size_t bytes, Call call) {
   return call(bytes);
 }
-inline bool prepare(Site, Injected&, io_uring_sqe*, bool, uint32_t&) { return false; }
-inline int settle(Injected&, bool, void*, uint32_t, int result) { return result; }
+inline bool prepare(Site, Injected&, io_uring_sqe*, BlockTransfer&) { return false; }
+inline int settle(Injected&, const BlockTransfer&, int result) { return result; }
 
 }  // namespace headgate::shim
 

@@ -10,6 +10,13 @@
 #include "store/error.h"
 
 namespace headgate {
+namespace {
+
+BlockTransfer rest_of(const Io& io) {
+  return {io.fd, io.write, io.buffer + io.done, io.bytes - io.done, io.offset + io.done};
+}
+
+}  // namespace
 
 IoEngine::IoEngine(unsigned depth) : depth_(depth), pool_(depth + kBeyondRoom) {
   for (Io& io : pool_) free_.push_back(&io);
@@ -72,7 +79,7 @@ void IoEngine::wait(uint64_t ns) {
 }
 
 bool IoEngine::settle(Io& io, int result, int& error) {
-  result = shim::settle(io.injected, io.write, io.buffer + io.done, io.bytes - io.done, result);
+  result = shim::settle(io.injected, rest_of(io), result);
   // A transfer that ends inside a block cannot go on from there.
   bool repeat = result == -EAGAIN || result == -EINTR || (result > 0 && result < int(kBlockBytes));
   if (repeat && ++io.retries <= kRetriesMax) return push_back(io), false;
@@ -86,19 +93,17 @@ bool IoEngine::settle(Io& io, int result, int& error) {
 
 void IoEngine::prepare(Io& io) {
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);  // never null: the queue has depth_ entries
-  uint8_t* at = io.buffer + io.done;
-  uint32_t bytes = io.bytes - io.done;
-  uint64_t offset = io.offset + io.done;
-  if (shim::prepare(io.site, io.injected, sqe, io.write, bytes)) {
-    // a test build's fault stands in for the transfer
-  } else if (registered(io) && io.write) {
-    io_uring_prep_write_fixed(sqe, io.fd, at, bytes, offset, 0);
+  BlockTransfer t = rest_of(io);
+  if (shim::prepare(io.site, io.injected, sqe, t)) {
+    // a test build's fault or disk stands in for the transfer
+  } else if (registered(io) && t.write) {
+    io_uring_prep_write_fixed(sqe, t.fd, t.buffer, t.bytes, t.offset, 0);
   } else if (registered(io)) {
-    io_uring_prep_read_fixed(sqe, io.fd, at, bytes, offset, 0);
-  } else if (io.write) {
-    io_uring_prep_write(sqe, io.fd, at, bytes, offset);
+    io_uring_prep_read_fixed(sqe, t.fd, t.buffer, t.bytes, t.offset, 0);
+  } else if (t.write) {
+    io_uring_prep_write(sqe, t.fd, t.buffer, t.bytes, t.offset);
   } else {
-    io_uring_prep_read(sqe, io.fd, at, bytes, offset);
+    io_uring_prep_read(sqe, t.fd, t.buffer, t.bytes, t.offset);
   }
   io_uring_sqe_set_data(sqe, &io);
 }

@@ -37,4 +37,13 @@ inline constexpr const char* kSiteNames[] = {
 };
 static_assert(std::size(kSiteNames) == size_t(Site::kCount));
 
+// A request of a ring, as far as the disk sees it.
+struct BlockTransfer {
+  int fd;
+  bool write;
+  uint8_t* buffer;
+  uint32_t bytes;
+  uint64_t offset;
+};
+
 }  // namespace headgate

@@ -8,6 +8,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from kvstore_service.daemon.disk.files import sync_directory
 from kvstore_service.shared.types import StoreError, format_size
 
 # An empty catalogue with its log.
@@ -35,6 +36,8 @@ def prepare(data_dir: Path) -> None:
             if not (data_dir / "catalog.sqlite").exists():
                 os.posix_fallocate(probe.fileno(), 0, ROOM_BYTES)
                 os.pwrite(probe.fileno(), page, 0)
+        for directory in created:  # or all that is stored below could go with the name
+            sync_directory(directory.parent)
     except OSError as error:
         for directory in reversed(created):
             directory.rmdir()

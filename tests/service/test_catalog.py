@@ -31,6 +31,19 @@ def pack_row(catalog: Catalog, name: int, build: int = 1, parent: bytes = NO_PAR
     return row
 
 
+def test_an_unknown_file_that_lies_in_quarantine_too_leaves_packs(tmp_path: Path) -> None:
+    """A rebuild that was cut leaves a file with both names, and of two names of one file none is renamed."""
+    with closing(Catalog(tmp_path)) as catalog:
+        row = pack_row(catalog, 1)
+    (tmp_path / "packs.stamp").unlink()
+    (tmp_path / "quarantine").mkdir()
+    (tmp_path / "quarantine" / row.file).hardlink_to(tmp_path / "packs" / row.file)
+    with closing(Catalog(tmp_path)) as catalog:
+        assert (catalog.removed, catalog.quarantined) == (0, 1)
+        assert names(tmp_path / "packs") == []
+        assert names(tmp_path / "quarantine") == [row.file]
+
+
 def test_rows_survive_a_restart(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
     row = pack_row(catalog, 1)

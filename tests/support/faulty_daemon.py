@@ -47,7 +47,7 @@ def _obey(daemon: Daemon) -> None:
             print(f"refused: {error}", flush=True)
 
 
-def _load_native(path: str) -> None:
+def load_native(path: str) -> None:
     """Puts the build at `path` in the place of the installed one, before anything imports that."""
     name = "kvstore_service._native"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -59,7 +59,7 @@ def _load_native(path: str) -> None:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    _load_native(arguments.pop(0).removeprefix("--native="))
+    load_native(arguments.pop(0).removeprefix("--native="))
     from kvstore_service.daemon.server import main
 
     sys.exit(main(arguments, make=faulty))

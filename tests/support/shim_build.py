@@ -39,6 +39,11 @@ def path() -> Path:
     return module
 
 
+def crash_model() -> Path:
+    """The library that stands before libc in processes whose disk can crash (csrc/shim/crash_model.h)."""
+    return path().parents[1] / "libcrash_model.so"
+
+
 def prepare() -> None:
     """Builds it, unless this process has a test build already."""
     from kvstore_service import _native

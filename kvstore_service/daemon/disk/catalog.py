@@ -80,9 +80,11 @@ class Catalog:
                 self._stamp = Stamp(data_dir / "packs.stamp")
                 undo.callback(self._stamp.close)
                 self.removed, self.quarantined, self.sidecars_dropped = self._sweep()
+                for directory in (data_dir, self.quarantine_dir, self.packs_dir, self.sidecars_dir):
+                    if directory.is_dir():
+                        sync_directory(directory)
+                # Only now: were a move to quarantine undone, a start that trusts this stamp would remove the file.
                 self._stamp.write(self._database.id, self._database.commits())
-                for directory in (data_dir, self.packs_dir, self.sidecars_dir):
-                    sync_directory(directory)
             except sqlite3.DatabaseError as error:
                 raise unopened(data_dir, error) from error
             undo.pop_all()

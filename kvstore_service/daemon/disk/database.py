@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 import threading
@@ -11,10 +12,13 @@ from typing import Any
 
 from kvstore_service.daemon.disk import schema
 from kvstore_service.daemon.disk.rows import Totals
+from kvstore_service.daemon.logs import event
 from kvstore_service.shared.types import StoreError
 
 _OPEN_BYTES = 128 << 10  # what SQLite writes beside a catalogue to open it
 _CACHE_BYTES = 16 << 20  # of SQLite pages, however many packs there are
+
+log = logging.getLogger("kvstored.catalog")
 
 
 class Database:
@@ -23,7 +27,9 @@ class Database:
     def __init__(self, data_dir: Path) -> None:
         """FAILED_PRECONDITION if a newer version wrote the file, sqlite3.DatabaseError if it cannot be read."""
         self.lock = threading.Lock()
-        db = sqlite3.connect(data_dir / "catalog.sqlite", isolation_level=None, check_same_thread=False)
+        # A block that is being written when the power goes may lose what it held before: commits share none in the log.
+        name = f"{(data_dir / 'catalog.sqlite').absolute().as_uri()}?psow=0"
+        db = sqlite3.connect(name, uri=True, isolation_level=None, check_same_thread=False)
         self.connection = db
         try:
             # One process at a time: without shared memory beside it, a full disk cannot kill the process (SIGBUS).
@@ -33,6 +39,7 @@ class Database:
             db.execute("PRAGMA foreign_keys=ON")
             db.execute("PRAGMA temp_store=MEMORY")  # else what a trigger may undo goes to a file, for every row
             db.execute(f"PRAGMA cache_size=-{_CACHE_BYTES >> 10}")
+            _cut_log(db)
             self.id = schema.bring_up(db, data_dir)
         except BaseException:
             db.close()
@@ -66,6 +73,15 @@ class Database:
     def commits(self) -> int:
         """How many commits the catalogue has seen."""
         return int(self.row("SELECT value FROM meta WHERE key = 'commits'")[0])
+
+
+def _cut_log(db: sqlite3.Connection) -> None:
+    """Moves what the log holds into the catalogue and begins it anew: behind its last commit a power cut may leave a
+    block that cannot be written in part, and the next commit would share its last block. A full disk leaves it."""
+    try:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.OperationalError as error:
+        event(log, logging.WARNING, "log of the catalogue not cut", error=error)
 
 
 def hold(data_dir: Path) -> int:

@@ -84,6 +84,7 @@ def sweep(
         else:
             quarantine.mkdir(mode=0o700, exist_ok=True)
             path.rename(quarantine / path.name)
+            path.unlink(missing_ok=True)  # if it lay there already: of two names of one file none is renamed
         moved += 1
         if moved <= _LOGGED_MAX:
             event(log, logging.WARNING, fate, file=path.name)
@@ -151,11 +152,24 @@ class Stamp:
     """How far the catalogue had come, kept outside of it. One line, overwritten in place."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        self._path = path
+        self._fd = self._opened()
+
+    def _opened(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(self._path, flags, 0o600)
 
     def vouches_for(self, catalog_id: str, commits: int) -> bool:
-        """False if another catalogue has written it, or this one at a later time."""
-        match = _STAMP.fullmatch(os.pread(self._fd, 100, 0))
+        """False if another catalogue has written it, or this one at a later time. One that cannot be read, which a
+        power cut may leave, vouches for nothing and is made anew: it could not be overwritten either."""
+        try:
+            match = _STAMP.fullmatch(os.pread(self._fd, 100, 0))
+        except OSError as error:
+            event(log, logging.ERROR, "stamp made anew", file=self._path, error=error)
+            os.close(self._fd)
+            self._path.unlink()
+            self._fd = self._opened()
+            return False
         return match is not None and match[1].decode() == catalog_id and int(match[2]) <= commits
 
     def write(self, catalog_id: str, commits: int) -> None:

@@ -4,6 +4,7 @@
 #include "core/host_device.h"
 #include "core/pack.h"
 #include "core/probe.h"
+#include "core/pull.h"
 #include "core/ring.h"
 #include "core/similarity.h"
 
@@ -36,9 +37,14 @@ __global__ void look_up(const uint64_t* codes, const uint64_t* keys, int group, 
   mean[threadIdx.x] = similarity.value(0.5f);
 }
 
-// Whether both ends of a window are as the daemon stored them.
-__global__ void look_at_ends(const uint8_t* window, uint64_t bytes, int* seen) {
-  const uint8_t expected = probe_byte(threadIdx.x);
-  *seen = threadIdx.x < kProbeBytes && window[threadIdx.x] == expected &&
-          window[last_probe(bytes) + threadIdx.x] == expected;
+// How many words of a line of a pull window differ from what a PROBE stores there.
+__global__ void look_at_line(const uint8_t* memory, uint64_t bytes, const uint8_t* arena, uint32_t seed, uint64_t line,
+                             int* differ) {
+  const PullLayout layout{bytes};
+  const uint32_t at = reinterpret_cast<const uint32_t*>(memory + layout.lines_off())[line];
+  const uint8_t* from = at == 0 ? memory + line * kPullLineBytes : arena + uint64_t{at - 1} * kPullLineBytes;
+  uint32_t expected[kProbeWords];
+  probe_line(seed, line, expected);
+  *differ = 0;
+  for (uint32_t i = 0; i < kProbeWords; ++i) *differ += reinterpret_cast<const uint32_t*>(from)[i] != expected[i];
 }

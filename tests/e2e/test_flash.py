@@ -62,6 +62,8 @@ def decoded(daemon: Daemon, checkpoint: Path, gpu: FlashGpu | None = None) -> to
         pieces.append(gpu.waits if gpu else done)
 
     with closing(Engine(WorkerConfig(**worker_settings(daemon, checkpoint, **settings)))) as engine:
+        if gpu:
+            gpu.made.clear()  # that of its window's trial
         session, last = engine.prefill(PROMPT, progress, growth=STEPS)
         seen = [engine.compute_only(PROMPT), last]
         for _ in range(STEPS):

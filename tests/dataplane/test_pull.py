@@ -147,6 +147,18 @@ def test_an_arena_smaller_than_a_ticket_serves_it(directory, rng):
             assert named < 1024
 
 
+@pytest.mark.parametrize("frames", [8, 16])
+def test_a_quota_below_half_an_arena_leaves_a_ticket_frames_to_read_into(directory, rng, frames):
+    with PullRig(directory, **sizes(wait_ms=4000)) as rig:
+        pack = rig.make_pack(rng)
+        rig.plane.set_dram_quota(rig.owner, frames * FRAME)
+        epoch = rig.bind(0, [pack], 512)
+        for layer in (0, 1):  # none is released
+            _, named = rig.check(pack, epoch, layer, np.arange(512), rng.permutation(512))
+            assert named > 0 or layer == 1
+            assert rig.stat("frames_pinned") <= frames // 2
+
+
 def test_tickets_of_the_host_and_ranges_are_copied(rig, rng):
     pack = rig.make_pack(rng)
     epoch = rig.bind(0, [pack], 512)

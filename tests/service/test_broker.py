@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.front.broker import (
@@ -30,7 +31,7 @@ from kvstore_service.daemon.front.broker import (
 from kvstore_service.daemon.front.socket_path import SocketPath
 from kvstore_service.daemon.logs import SPARSE_LINES
 from kvstore_service.daemon.store.registry import Limits, Registry, Worker
-from kvstore_service.shared import memory, settings
+from kvstore_service.shared import memory, settings, wire
 from tests.support.daemon_process import Daemon
 
 KEEP_SIZE = 0x1
@@ -343,6 +344,18 @@ def test_a_connection_that_ends_frees_its_descriptors(daemon: Daemon) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to connect as another user")
+def test_memory_that_was_registered_and_not_taken_goes_with_the_next_registration(daemon: Daemon) -> None:
+    """Each waited a minute, 64 of a connection, and nobody counted them."""
+    with StoreClient.connect(daemon.socket, daemon.broker, "heedless") as client:
+        rings = [wire.geometry_to(RingGeometry(8, 8, 64))] * 8
+        request = pb.RegisterWorkerRequest(slots=1, window_bytes=4096, staging_bytes=4096, rings=rings)
+        before = daemon.open_descriptors()
+        for _ in range(8):
+            client._call(client._stub.RegisterWorker, request, 10.0)
+            client.unregister_worker("not taken")
+        assert daemon.open_descriptors() <= before + 2
+
+
 def test_releases_of_one_user_wait_for_no_others(tmp_path: Path) -> None:
     """A worker's release waits for its call under way, which may wait for a disk."""
     desk = Desk(tmp_path / "broker.sock", frozenset({0, OTHER_UID}))

@@ -69,6 +69,7 @@ class _Connection:
 
 
 def _waiting_bytes(connection: _Connection) -> int:
+    memory: str = ""  # the transfer of the latest registration
     return sum(transfer.size_bytes for transfer in connection.transfers.values())
 
 
@@ -182,6 +183,23 @@ class Broker:
 
         UNAUTHENTICATED, or RESOURCE_EXHAUSTED while too much waits to be taken."""
         with self._lock:
+    def give_memory(self, token: str, fds: Sequence[int]) -> str:
+        """`give` of a registration's descriptors, in the place of those of an earlier one that were not taken."""
+        self.withdraw_memory(token)
+        name = self.give(token, fds)
+        with self._lock:
+            if (connection := self._connections.get(token)) is not None:
+                connection.memory = name
+        return name
+
+    def withdraw_memory(self, token: str) -> None:
+        """Nothing if it was taken."""
+        with self._lock:
+            connection = self._connections.get(token)
+            transfer = connection.transfers.pop(connection.memory, None) if connection else None
+        if transfer is not None:
+            _close(transfer.fds)
+
             connection = self._connections.get(token)
             if connection is None:
                 raise StoreError("UNAUTHENTICATED", "the worker's broker connection has ended", reason="TOKEN_UNKNOWN")

@@ -25,6 +25,7 @@ from kvstore_service.daemon.front.broker import (
     HELLO_S,
     TRANSFER_BYTES_MAX,
     TRANSFERS_MAX,
+    USER_CONNECTIONS_MAX,
     USER_TRANSFER_BYTES_MAX,
     Broker,
 )
@@ -343,7 +344,6 @@ def test_a_connection_that_ends_frees_its_descriptors(daemon: Daemon) -> None:
         assert daemon.open_descriptors() <= before
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to connect as another user")
 def test_memory_that_was_registered_and_not_taken_goes_with_the_next_registration(daemon: Daemon) -> None:
     """Each waited a minute, 64 of a connection, and nobody counted them."""
     with StoreClient.connect(daemon.socket, daemon.broker, "heedless") as client:
@@ -356,6 +356,30 @@ def test_memory_that_was_registered_and_not_taken_goes_with_the_next_registratio
         assert daemon.open_descriptors() <= before + 2
 
 
+def test_descriptors_are_sent_to_no_peer_that_has_not_read_the_last_ones(desk: Desk) -> None:
+    """The kernel counts those on their way as the sender's; beyond its bound nobody gets any more."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(USER_CONNECTIONS_MAX):
+            peer = stack.enter_context(contextlib.closing(knock(desk.path)))
+            token = str(say(peer, {"verb": "hello"})["token"])
+            transfer = desk.broker.give(token, [memory.of_bytes("test", b"x")])
+            for _ in range(2):
+                peer.send(json.dumps({"verb": "take", "transfer": transfer}).encode())
+            desk.left.wait(10)
+            desk.left.clear()
+            with pytest.raises(StoreError, match="connection has ended"):
+                desk.broker.give(token, [memory.of_bytes("test", b"x")])
+        with contextlib.closing(knock(desk.path)) as next_one:  # those that have ended count until they are read
+            assert f"{USER_CONNECTIONS_MAX} connections" in json.loads(next_one.recv(4096))["error"]
+    deadline = time.monotonic() + 10.0
+    answer: dict[str, object] = {}
+    while "token" not in answer:
+        assert time.monotonic() < deadline, answer
+        with contextlib.closing(knock(desk.path)) as next_one, contextlib.suppress(OSError, ValueError):
+            answer = say(next_one, {"verb": "hello"})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to connect as another user")
 def test_releases_of_one_user_wait_for_no_others(tmp_path: Path) -> None:
     """A worker's release waits for its call under way, which may wait for a disk."""
     desk = Desk(tmp_path / "broker.sock", frozenset({0, OTHER_UID}))

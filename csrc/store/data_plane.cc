@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <thread>
 
 #include "ring/futex.h"
@@ -52,14 +53,17 @@ DataPlane::~DataPlane() { close(); }
 void DataPlane::close() {
   std::lock_guard closing(close_mutex_);
   for (auto& engine : engines_) engine->stop();
-  std::lock_guard lock(mutex_);
-  closed_ = true;
-  workers_.clear();
-  windows_.reset();
-  uploads_.clear();
-  for (auto& [id, pack] : packs_) drop_frames(std::move(pack));
-  packs_.clear();
-  rings_ = bound_slots_ = 0;
+  std::map<uint32_t, std::shared_ptr<PackFile>> packs;
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    workers_.clear();
+    windows_.reset();
+    uploads_.clear();
+    packs.swap(packs_);
+    rings_ = bound_slots_ = 0;
+  }
+  for (auto& [id, pack] : packs) drop_frames(std::move(pack));
 }
 
 std::shared_ptr<PackFile> DataPlane::find_pack(uint32_t pack) {
@@ -147,27 +151,34 @@ void DataPlane::close_pack(uint32_t pack) {
       uint64_t next_owner = 0;
       engine->call([&](RingService& service) { return service.forget_pack(file.get(), next_owner); });
     }
-    if (eventually(kDropDeadline, [&] { return drop(*file); })) return;
+    const bool at_rest = eventually(kDropDeadline, [&] { return !drop(*file).reading; });
+    if (at_rest && file.use_count() == 1) file->close_file();  // its space is free, whoever has frames pinned
   } catch (...) {
-    std::lock_guard lock(mutex_);
     drop_frames(std::move(file));
     throw;
   }
-  std::lock_guard lock(mutex_);
   drop_frames(std::move(file));
 }
 
-// Gives up what frames of the pack are not pinned, in small parts; true when none is left.
-bool DataPlane::drop(PackFile& pack) {
-  for (size_t next = 0; next < pack.frame_of_extent.size(); std::this_thread::sleep_for(kShrinkNap))
-    if (frames_.drop(pack, next)) return true;
-  return false;
+// Gives up what frames of the pack are not pinned, in small parts.
+Frames::Left DataPlane::drop(PackFile& pack) {
+  Frames::Left all{true, false};
+  for (size_t next = 0; all.any && next < pack.frame_of_extent.size(); std::this_thread::sleep_for(kShrinkNap)) {
+    const Frames::Left left = frames_.drop(pack, next);
+    all = {left.any, all.reading || left.reading};
+  }
+  return all;
 }
 
-// With the mutex held. A pack lives as long as a read in flight holds one of its frames.
+// A pack lives as long as somebody has one of its frames pinned; it ends without the mutex, which may take long.
 void DataPlane::drop_frames(std::shared_ptr<PackFile> pack) {
+  drop(*pack);
+  std::vector<std::shared_ptr<PackFile>> gone;
+  std::lock_guard lock(mutex_);
   closing_packs_.push_back(std::move(pack));
-  std::erase_if(closing_packs_, [this](const auto& closing) { return drop(*closing); });
+  auto left = std::ranges::partition(closing_packs_, [this](const auto& closing) { return frames_.has_any(*closing); });
+  gone.assign(std::make_move_iterator(left.begin()), std::make_move_iterator(left.end()));
+  closing_packs_.erase(left.begin(), left.end());
 }
 
 PackHeader DataPlane::pack_header(uint32_t pack) { return find_pack(pack)->header(); }

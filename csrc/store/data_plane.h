@@ -37,7 +37,7 @@ class DataPlane {
 
   // Its frames count as the owner's (a uid).
   uint32_t open_pack(const std::string& path, uint32_t owner);
-  // Reads in flight keep its frames; after some seconds they do so on their own.
+  // Waits some seconds for reads in flight. They keep its frames, and so does a worker that was told to read them.
   void close_pack(uint32_t pack);
   PackHeader pack_header(uint32_t pack);
   // Writes the map, u16[layers, lanes of kind 0, tokens], to a descriptor; needs no memory that grows with it.
@@ -97,7 +97,7 @@ class DataPlane {
   std::shared_ptr<Worker> find_worker(uint32_t worker);
   UploadEntry find_upload(uint32_t upload);
   BoundPack bound_pack(uint32_t pack);
-  bool drop(PackFile& pack);
+  Frames::Left drop(PackFile& pack);
   void drop_frames(std::shared_ptr<PackFile> pack);
   uint32_t least_loaded(uint32_t first);
   // These with the worker's control lock held.
@@ -122,7 +122,7 @@ class DataPlane {
   std::map<uint32_t, std::shared_ptr<PackFile>> packs_;
   std::map<uint32_t, UploadEntry> uploads_;
   std::map<uint32_t, std::shared_ptr<Worker>> workers_;
-  std::vector<std::shared_ptr<PackFile>> closing_packs_;  // closed, with frames that reads in flight still hold
+  std::vector<std::shared_ptr<PackFile>> closing_packs_;  // closed, with frames that somebody still has pinned
   std::vector<uint32_t> load_;                            // by engine: rings
   uint32_t workers_made_ = 0, rings_ = 0, bound_slots_ = 0;
 };

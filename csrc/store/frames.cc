@@ -228,16 +228,27 @@ void Frames::landed(std::span<const Landing> landings) {
   landings_.fetch_add(1, std::memory_order_release);
 }
 
-bool Frames::drop(PackFile& pack, size_t& next) {
+Frames::Left Frames::drop(PackFile& pack, size_t& next) {
   std::lock_guard lock(mutex_);
+  bool reading = false;
+  pack.closed = true;
   const size_t end = std::min(pack.frame_of_extent.size(), next + kDropLooks);
   for (uint32_t gone = 0; pack.frames > 0 && next < end && gone < kShrinkAtOnce; ++next) {
     const uint32_t frame = pack.frame_of_extent[next];
-    if (frame == kNoFrame || meta_[frame].pins > 0) continue;
-    give_up(frame);
-    ++gone;
+    if (frame == kNoFrame) continue;
+    if (meta_[frame].pins > 0) {
+      reading |= meta_[frame].loading != 0;
+    } else {
+      give_up(frame);
+      ++gone;
+    }
   }
-  return pack.frames == 0;
+  return {pack.frames > 0, reading};
+}
+
+bool Frames::has_any(const PackFile& pack) const {
+  std::lock_guard lock(mutex_);
+  return pack.frames > 0;
 }
 
 Frames::Census Frames::census() const {
@@ -338,7 +349,8 @@ void Frames::unpin(uint32_t frame, uint32_t count) {
   FrameAccount& owner = m.pack->account;
   count_pinned(owner, -1);
   owner.pinned.fetch_sub(1, std::memory_order_relaxed);
-  if (owner.used > owner.limit.load(std::memory_order_relaxed) || !open_to(owner, frame)) give_up(frame);
+  if (m.pack->closed || owner.used > owner.limit.load(std::memory_order_relaxed) || !open_to(owner, frame))
+    give_up(frame);
 }
 
 void Frames::count_pinned(const FrameAccount& owner, int frames) {

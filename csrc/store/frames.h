@@ -96,9 +96,13 @@ class Frames {
   // The same for the pins of kept ones, by frame.
   void release(std::span<const uint32_t> kept);
   void landed(std::span<const Landing> landings);
-  // Gives up unpinned frames of some of the pack's extents, from `next` on, which moves on; true when no frame of the
-  // pack is left.
-  bool drop(PackFile& pack, size_t& next);
+  // Gives up unpinned frames of some of the pack's extents, from `next` on, which moves on; the others go with their last
+  // pin. Whether any frame of the pack is left, and whether blocks are being read into one of those that were looked at.
+  struct Left {
+    bool any, reading;
+  };
+  Left drop(PackFile& pack, size_t& next);
+  bool has_any(const PackFile& pack) const;
 
   // --- arenas, for Arenas alone, which makes one call of a kind at a time ---
 

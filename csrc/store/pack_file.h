@@ -48,14 +48,17 @@ class PackFile {
   }
   // `block` counts from the first block after the header.
   bool block_ok(uint32_t block, const uint8_t* data) const;
+  // Nothing is read any more, now or later.
+  void close_file() { fd_.reset(); }
 
   // Writes the maps to a descriptor without their padding, verified, in pieces of a bounded size.
   void copy_map(int to) const;
   std::vector<uint32_t> verify() const;  // block numbers (from 1) that fail
 
   FrameAccount& account;
-  std::vector<uint32_t> frame_of_extent;  // guarded by Frames
-  uint32_t frames = 0;                    // that it holds; guarded by Frames
+  std::vector<uint32_t> frame_of_extent;  // guarded by Frames, like the next two
+  uint32_t frames = 0;                    // that it holds
+  bool closed = false;                    // a frame goes with its last pin
   std::atomic<uint32_t> bound{0};         // slots that use this pack
   std::atomic<bool> damaged{false};       // a read has met a block that fails its check
 

@@ -5,9 +5,11 @@
 
 namespace headgate {
 
-// Half of the arena is left to what is read from disk, so that pins which wait for the worker never keep it waiting.
+// Half of what the owner may have is left to what is read from disk, so that pins which wait for the worker never keep
+// it waiting.
 bool Pulled::keep(uint64_t seq, uint32_t frame) noexcept {
-  const uint32_t most = owner_.arena.load(std::memory_order_relaxed) / 2;
+  const uint32_t most =
+      std::min(owner_.arena.load(std::memory_order_relaxed), owner_.limit.load(std::memory_order_relaxed)) / 2;
   if (owner_.pulled.fetch_add(1, std::memory_order_relaxed) < most) try {
       auto [ticket, made] = tickets_.try_emplace(seq);
       try {

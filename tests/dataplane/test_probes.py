@@ -19,7 +19,7 @@ def probe(at: int, lines: int, seed: int = 0, **fields: int) -> np.ndarray:
 def test_lines_are_where_they_belong_and_nowhere_else(directory, rng, kind):
     with (
         gpu_double(directory) as double,
-        FaultyRig(directory, window_kind=kind, window_options=double.options) as rig,
+        FaultyRig(directory, window_kind=kind, window_options={**double.options, "arena_bytes": 8 << 20}) as rig,
     ):
         for at, lines in [(0, 1), (64 * 5, 700), (SIZE - 64 * PROBE_LINES_MAX, PROBE_LINES_MAX), (SIZE - 64, 1)]:
             seed = int(rng.integers(1 << 32))

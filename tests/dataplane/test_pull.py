@@ -147,6 +147,18 @@ def test_an_arena_smaller_than_a_ticket_serves_it(directory, rng):
             assert named < 1024
 
 
+@pytest.mark.parametrize("frames", [8, 16])
+def test_a_quota_below_half_an_arena_leaves_a_ticket_frames_to_read_into(directory, rng, frames):
+    with PullRig(directory, **sizes(wait_ms=4000)) as rig:
+        pack = rig.make_pack(rng)
+        rig.plane.set_dram_quota(rig.owner, frames * FRAME)
+        epoch = rig.bind(0, [pack], 512)
+        for layer in (0, 1):  # none is released
+            _, named = rig.check(pack, epoch, layer, np.arange(512), rng.permutation(512))
+            assert named > 0 or layer == 1
+            assert rig.stat("frames_pinned") <= frames // 2
+
+
 def test_tickets_of_the_host_and_ranges_are_copied(rig, rng):
     pack = rig.make_pack(rng)
     epoch = rig.bind(0, [pack], 512)
@@ -190,16 +202,24 @@ def test_what_a_worker_says_that_it_has_read_concerns_its_own_pins_alone(directo
 
 
 def test_unbinding_and_closing_wait_for_no_worker_that_reads(directory, rng):
-    with PullRig(directory, **sizes(wait_ms=1200)) as rig:
-        pack, other = rig.make_pack(rng), rig.make_pack(rng)
+    with PullRig(directory, **sizes(wait_ms=4000)) as rig:
+        pack = rig.make_pack(rng)
         rig.check(pack, rig.bind(0, [pack], 512), 0, np.arange(64), np.arange(64))
         rig.plane.unbind(rig.worker, 0)
         rig.compare(pack, 0, np.arange(64), np.arange(64))
-        rig.plane.close_pack(pack.handle)  # until the worker is poisoned
+        rig.plane.close_pack(pack.handle)
+        assert not rig.device_ring.poisoned
+        assert rig.stat("frames_pinned") > 0
+        assert str(pack.path) not in open_files()
+        rig.compare(pack, 0, np.arange(64), np.arange(64))
+        until(lambda: rig.stat("frames_pinned") == rig.stat("frames_used") == 0, 20.0)
         assert rig.device_ring.poisoned
-        assert rig.stat("frames_pinned") == rig.stat("frames_used") == 0
         assert_adds_up(rig)
-        rig.plane.close_pack(other.handle)
+
+
+def open_files() -> set[str]:
+    with os.scandir("/proc/self/fd") as entries:
+        return {os.readlink(entry.path) for entry in entries if os.path.lexists(entry.path)}
 
 
 def test_a_worker_that_goes_leaves_no_pin(rig, rng):

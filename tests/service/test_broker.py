@@ -18,19 +18,21 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service.client import RingGeometry, StoreClient, StoreError, WorkerMemory
 from kvstore_service.client.connection import BrokerConnection
 from kvstore_service.daemon.front.broker import (
     HELLO_S,
     TRANSFER_BYTES_MAX,
     TRANSFERS_MAX,
+    USER_CONNECTIONS_MAX,
     USER_TRANSFER_BYTES_MAX,
     Broker,
 )
 from kvstore_service.daemon.front.socket_path import SocketPath
 from kvstore_service.daemon.logs import SPARSE_LINES
 from kvstore_service.daemon.store.registry import Limits, Registry, Worker
-from kvstore_service.shared import memory, settings
+from kvstore_service.shared import memory, settings, wire
 from tests.support.daemon_process import Daemon
 
 KEEP_SIZE = 0x1
@@ -340,6 +342,41 @@ def test_a_connection_that_ends_frees_its_descriptors(daemon: Daemon) -> None:
         while daemon.open_descriptors() > before and time.monotonic() < deadline:
             time.sleep(0.02)
         assert daemon.open_descriptors() <= before
+
+
+def test_memory_that_was_registered_and_not_taken_goes_with_the_next_registration(daemon: Daemon) -> None:
+    """Each waited a minute, 64 of a connection, and nobody counted them."""
+    with StoreClient.connect(daemon.socket, daemon.broker, "heedless") as client:
+        rings = [wire.geometry_to(RingGeometry(8, 8, 64))] * 8
+        request = pb.RegisterWorkerRequest(slots=1, window_bytes=4096, staging_bytes=4096, rings=rings)
+        before = daemon.open_descriptors()
+        for _ in range(8):
+            client._call(client._stub.RegisterWorker, request, 10.0)
+            client.unregister_worker("not taken")
+        assert daemon.open_descriptors() <= before + 2
+
+
+def test_descriptors_are_sent_to_no_peer_that_has_not_read_the_last_ones(desk: Desk) -> None:
+    """The kernel counts those on their way as the sender's; beyond its bound nobody gets any more."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(USER_CONNECTIONS_MAX):
+            peer = stack.enter_context(contextlib.closing(knock(desk.path)))
+            token = str(say(peer, {"verb": "hello"})["token"])
+            transfer = desk.broker.give(token, [memory.of_bytes("test", b"x")])
+            for _ in range(2):
+                peer.send(json.dumps({"verb": "take", "transfer": transfer}).encode())
+            desk.left.wait(10)
+            desk.left.clear()
+            with pytest.raises(StoreError, match="connection has ended"):
+                desk.broker.give(token, [memory.of_bytes("test", b"x")])
+        with contextlib.closing(knock(desk.path)) as next_one:  # those that have ended count until they are read
+            assert f"{USER_CONNECTIONS_MAX} connections" in json.loads(next_one.recv(4096))["error"]
+    deadline = time.monotonic() + 10.0
+    answer: dict[str, object] = {}
+    while "token" not in answer:
+        assert time.monotonic() < deadline, answer
+        with contextlib.closing(knock(desk.path)) as next_one, contextlib.suppress(OSError, ValueError):
+            answer = say(next_one, {"verb": "hello"})
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to connect as another user")

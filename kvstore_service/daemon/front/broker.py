@@ -9,6 +9,8 @@ The kernel's word for the peer's user id is checked before a byte is read. A con
 """
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import math
@@ -18,6 +20,7 @@ import secrets
 import selectors
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +69,7 @@ class _Connection:
     process: int | None = None
     worker: Worker | None = None
     transfers: dict[str, _Transfer] = field(default_factory=dict)
+    memory: str = ""  # the transfer of the latest registration
 
 
 def _waiting_bytes(connection: _Connection) -> int:
@@ -136,6 +140,9 @@ class Broker:
         self._lock = threading.Lock()
         self._connections: dict[str, _Connection] = {}  # by token
         self._selector = selectors.DefaultSelector()
+        self._unread: dict[
+            socket.socket, int
+        ] = {}  # ended, with an answer that the peer, of this user id, may still read
         self._refusals = Sparse(log)
         self._closers = Closers()
         self._releasers: dict[int, ThreadPoolExecutor] = {}  # by user id, of which a few may connect
@@ -175,6 +182,23 @@ class Broker:
         except StoreError:
             _close(fds)
             raise
+
+    def give_memory(self, token: str, fds: Sequence[int]) -> str:
+        """`give` of a registration's descriptors, in the place of those of an earlier one that were not taken."""
+        self.withdraw_memory(token)
+        name = self.give(token, fds)
+        with self._lock:
+            if (connection := self._connections.get(token)) is not None:
+                connection.memory = name
+        return name
+
+    def withdraw_memory(self, token: str) -> None:
+        """Nothing if it was taken."""
+        with self._lock:
+            connection = self._connections.get(token)
+            transfer = connection.transfers.pop(connection.memory, None) if connection else None
+        if transfer is not None:
+            _close(transfer.fds)
 
     @contextlib.contextmanager
     def room(self, token: str, size_bytes: int) -> Iterator["Room"]:
@@ -247,6 +271,9 @@ class Broker:
                     del strangers[connection.socket]
                     self._end(connection)
             self._expire(now_s)
+            self._let_go_read()
+        for peer in self._unread:
+            peer.close()
         for connection in {key.data for key in self._selector.get_map().values() if key.data is not None}:
             self._end(connection)
 
@@ -295,10 +322,11 @@ class Broker:
         if self._closers.behind(uid):
             return f"descriptors of user id {uid} are still being closed"
         peers = {key.data for key in self._selector.get_map().values() if key.data is not None}
-        if sum(peer.uid == uid for peer in peers) >= USER_CONNECTIONS_MAX:
+        uids = [*(peer.uid for peer in peers), *self._unread.values()]
+        if uids.count(uid) >= USER_CONNECTIONS_MAX:
             return f"{USER_CONNECTIONS_MAX} connections of user id {uid} are open"
-        if len(peers) >= CONNECTIONS_MAX - (0 if uid in self._admin_uids else ADMIN_CONNECTIONS):
-            return f"{len(peers)} connections are open"
+        if len(uids) >= CONNECTIONS_MAX - (0 if uid in self._admin_uids else ADMIN_CONNECTIONS):
+            return f"{len(uids)} connections are open"
         return ""
 
     def _answer_safely(self, connection: _Connection) -> bool:
@@ -312,6 +340,8 @@ class Broker:
     def _answer(self, connection: _Connection) -> bool:
         """Reads one message and answers it. False: the connection is over."""
         if self._closers.behind(connection.uid):
+            return False
+        if _unread(connection.socket):  # descriptors that are under way count for all that the daemon sends
             return False
         try:
             text, fds, flags, _ = socket.recv_fds(
@@ -337,8 +367,11 @@ class Broker:
             self._closers.close(connection.uid, fds)
         try:
             _send(connection.socket, answer, outgoing)
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                return False
+            refusal = "too many descriptors are on their way to peers that do not read; try again"
+            _send(connection.socket, {"error": refusal, "code": "RESOURCE_EXHAUSTED"})
         finally:
             _close(outgoing)
         return connection.worker is not None
@@ -391,11 +424,18 @@ class Broker:
                 for name in late:
                     _close(connection.transfers.pop(name).fds)
 
+    def _let_go_read(self) -> None:
+        for peer in [peer for peer in self._unread if not _unread(peer)]:
+            self._closers.close(self._unread.pop(peer), [peer.detach()])
+
     def _end(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)
         with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_RDWR)
-        self._closers.close(connection.uid, [connection.socket.detach()])  # with what it has sent unread
+        if _unread(connection.socket):
+            self._unread[connection.socket] = connection.uid
+        else:
+            self._closers.close(connection.uid, [connection.socket.detach()])  # with what it has sent unread
         if connection.process is not None:
             self._selector.unregister(connection.process)
             os.close(connection.process)
@@ -430,6 +470,11 @@ def _parse(text: bytes) -> dict[str, object]:
 
 def _send(peer: socket.socket, message: dict[str, object], fds: Sequence[int] = ()) -> None:
     socket.send_fds(peer, [json.dumps(message).encode()], fds, socket.MSG_NOSIGNAL)
+
+
+def _unread(peer: socket.socket) -> bool:
+    """Whether something that was sent to it waits for the peer to read it."""
+    return fcntl.ioctl(peer, termios.TIOCOUTQ, bytes(4)) != bytes(4)
 
 
 def _close(fds: Sequence[int]) -> None:

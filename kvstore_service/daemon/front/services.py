@@ -44,7 +44,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
         )  # fmt: skip
         return pb.RegisterWorkerResponse(
             worker_id=registered.worker_id,
-            transfer=self._broker.give(worker.token, registered.descriptors),
+            transfer=self._broker.give_memory(worker.token, registered.descriptors),
             pack_tokens=self._config.pack_tokens,
             extent_blocks=self._config.extent_blocks,
             window_kind=registered.window_kind,
@@ -56,6 +56,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
 
     def UnregisterWorker(self, request: pb.UnregisterWorkerRequest, context: Call) -> pb.UnregisterWorkerResponse:
         self._store.workers.unregister(context.worker, request.reason)
+        self._broker.withdraw_memory(context.worker.token)
         return pb.UnregisterWorkerResponse()
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: Call) -> pb.OpenSessionResponse:

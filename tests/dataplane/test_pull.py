@@ -75,6 +75,10 @@ class PullRig(Rig):
         return self.plane.stats()[name]
 
 
+class FaultyPullRig(PullRig, FaultyRig):
+    pass
+
+
 def sizes(**more: object) -> dict:
     return {"dram_bytes": DRAM, "window_bytes": 4 * MIB, "geometry": RingGeometry(8, 8, 1 << 12)} | more
 
@@ -211,10 +215,7 @@ def test_a_worker_that_goes_leaves_no_pin(rig, rng):
 
 
 def test_a_run_that_fails_half_way_leaves_no_pin(directory, rng):
-    class FaultyPullRig(PullRig, FaultyRig):
-        pass
-
-    with FaultyPullRig(directory, native=FaultyRig.__dataclass_fields__["native"].default_factory(), **sizes()) as rig:
+    with FaultyPullRig(directory, **sizes()) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
         rig.set_faults(fail_every=2)
@@ -330,10 +331,7 @@ def test_the_tier_is_never_larger_than_told(directory, rng):
 
 
 def test_an_arena_that_the_disk_still_reads_into_is_given_back_later(directory, rng):
-    class FaultyPullRig(PullRig, FaultyRig):
-        pass
-
-    with FaultyPullRig(directory, native=FaultyRig.__dataclass_fields__["native"].default_factory(), **sizes()) as rig:
+    with FaultyPullRig(directory, **sizes()) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
         rig.native.io_shim_set([("read_ahead", "delay", 1, 1, 4_000_000)])

@@ -116,7 +116,7 @@ class Bench:
     @property
     def model(self) -> Transformer:
         if self._model is None:
-            self._require(self.sizes.held_bytes)
+            self.require(self.sizes.held_bytes)
             declared = self._context_max + SPARE_TOKENS
             self._model = Transformer.load(self.checkpoint, declared, torch.bfloat16, self.device.torch_device)
         return self._model
@@ -137,9 +137,6 @@ class Bench:
 
     def require(self, needed_bytes: int) -> None:
         """NotRun unless the device has so much left."""
-        self._require(needed_bytes)
-
-    def _require(self, needed_bytes: int) -> None:
         gc.collect()  # an engine that is closed leaves its tensors in cycles
         free = self.device.free_bytes()
         if needed_bytes > free:

@@ -102,6 +102,7 @@ class Transport:
 
     def _map(self, made: type[Window], memory: WorkerMemory) -> None:
         with contextlib.ExitStack() as undo:
+            undo.callback(self._device.close)  # what a window has shared that was not made in the end
             self.window = made.over(memory, self._device)
             undo.callback(self.window.close)
             undo.callback(self._device.close)  # before what it shares is unmapped, here and below

@@ -246,6 +246,8 @@ class DataPlane:
         """Poisons its rings, unbinds, aborts its uploads. Nothing is stored into its memory any more when it returns.
 
         The memory is unmapped, unless the disk holds a transfer for more than a second: then after that."""
+    def give_back_arenas(self) -> None:
+        """Those that reads were in flight to when their owner's last worker was removed; waits a second for each."""
     def own_upload(self, worker: int, upload: int) -> None:
         """Only this worker's STORE runs may fill the upload."""
     def bind(self, worker: int, slot: int, packs: Sequence[int], windows: NDArray[np.uint64], record_bytes: int) -> int:

@@ -324,6 +324,7 @@ void bind_data_plane(nb::module_& m) {
            "device"_a = false, NoGil())
       .def("serve_rings", &DataPlane::serve_rings, "worker"_a, NoGil())
       .def("remove_worker", &DataPlane::remove_worker, "worker"_a, NoGil())
+      .def("give_back_arenas", &DataPlane::give_back_arenas, NoGil())
       .def("own_upload", &DataPlane::own_upload, "worker"_a, "upload"_a, NoGil())
       .def("bind", &bind_slot, "worker"_a, "slot"_a, "packs"_a, "windows"_a, "record_bytes"_a)
       .def("extend", &DataPlane::extend, "worker"_a, "slot"_a, "pack"_a, NoGil())

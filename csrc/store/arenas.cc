@@ -98,12 +98,15 @@ void Arenas::make(uint32_t owner) {
     frames_.vacate(next, frames_.count());
 }
 
-// An arena that cannot be given back at once is by a later call.
 void Arenas::leave(uint32_t owner) {
   {
     std::lock_guard lock(mutex_);
     if (--made_.at(owner).shares > 0) return;
   }
+  give_back();
+}
+
+void Arenas::give_back() {
   if (std::unique_lock control(control_, kControlDeadline); control) end_unshared();
 }
 

@@ -63,6 +63,8 @@ class DataPlane {
   // worker's memory back: nobody must be able to. After an error the worker can only be removed.
   void serve_rings(uint32_t worker);
   void remove_worker(uint32_t worker);
+  // Arenas that could not be given back with their last worker: to be called again and again.
+  void give_back_arenas() { arenas_.give_back(); }
   void own_upload(uint32_t worker, uint32_t upload);
   uint32_t bind(uint32_t worker, uint32_t slot, const std::vector<uint32_t>& packs, uint32_t layers, uint32_t lanes,
                 std::vector<LaneWindow> windows, uint32_t record_bytes);

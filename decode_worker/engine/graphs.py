@@ -43,7 +43,7 @@ class Graphs:
             cause = error
             while isinstance(cause.__context__, Exception):  # the end of a broken capture fails, too
                 cause = cause.__context__
-            _log.warning("launches %s of a step cannot be captured, and stay slower: %s", name, cause)
+            _log.warning("the launches %r cannot be captured, and stay slower: %s", name, cause)
             return None
         finally:
             self.capturing = False

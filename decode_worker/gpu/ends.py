@@ -158,6 +158,6 @@ class DeviceEnds(Ends):
 def words_of(row: Row) -> list[int]:
     """In the order of begin.ROW_FIELDS."""
     sampling = row.sampling
-    floats = np.array([sampling.temperature, sampling.top_p]).view(np.int64).tolist()
+    floats = np.array([sampling.temperature, sampling.top_p], np.float64).view(np.int64).tolist()
     stream = sampling.stream - (sampling.stream >> 63 << 64)
     return [row.slot, row.token, row.position, *floats, min(sampling.top_k, 1 << 62), stream]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from decode_worker import _native
-from decode_worker._native import OP_GATHER, OP_RANGE
+from decode_worker._native import OP_GATHER, OP_PROMOTE, OP_RANGE
 from kvstore_service import _native as store_native
 from kvstore_service._native import NativeError, RingGeometry
 from tests.support.device import Device
@@ -73,6 +73,10 @@ class PullRig(Rig):
 
     def stat(self, name: str) -> int:
         return self.plane.stats()[name]
+
+
+class FaultyPullRig(PullRig, FaultyRig):
+    pass
 
 
 def sizes(**more: object) -> dict:
@@ -231,10 +235,7 @@ def test_a_worker_that_goes_leaves_no_pin(rig, rng):
 
 
 def test_a_run_that_fails_half_way_leaves_no_pin(directory, rng):
-    class FaultyPullRig(PullRig, FaultyRig):
-        pass
-
-    with FaultyPullRig(directory, native=FaultyRig.__dataclass_fields__["native"].default_factory(), **sizes()) as rig:
+    with FaultyPullRig(directory, **sizes()) as rig:
         pack = rig.make_pack(rng)
         epoch = rig.bind(0, [pack], 512)
         rig.set_faults(fail_every=2)
@@ -347,6 +348,21 @@ def test_the_tier_is_never_larger_than_told(directory, rng):
         for gone in (first, second):
             for fd in gone.fds:
                 os.close(fd)
+
+
+def test_an_arena_that_the_disk_still_reads_into_is_given_back_later(directory, rng):
+    with FaultyPullRig(directory, **sizes()) as rig:
+        pack = rig.make_pack(rng)
+        epoch = rig.bind(0, [pack], 512)
+        rig.native.io_shim_set([("read_ahead", "delay", 1, 1, 4_000_000)])
+        pairs = np.zeros((1, 2), np.uint32)
+        rig.post(OP_PROMOTE, 0, run(0, epoch, pair_count=1), pairs)
+        until(lambda: rig.stat("frames_pinned") > 0)
+        rig.plane.remove_worker(rig.worker)
+        until(lambda: rig.stat("frames_pinned") == 0)
+        rig.plane.give_back_arenas()
+        assert rig.stat("arenas") == 0
+        assert_adds_up(rig)
 
 
 def fill(rig, epoch: int) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from decode_worker.config import WorkerConfig
-from decode_worker.engine import engine as engine_module
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefill import CHUNK_TOKENS
 from decode_worker.gpu import flash, flash_choice
@@ -19,7 +18,7 @@ from tests.support import flashinfer_double
 from tests.support.daemon_process import Daemon
 from tests.support.gpu_double import GpuDouble, double, gpu_daemon
 from tests.support.interpreter import patched_once
-from tests.support.pretend_gpu import PretendGpu
+from tests.support.pretend_gpu import PretendGpu, runs_on
 
 from .conftest import random_ids, worker_settings
 
@@ -43,8 +42,8 @@ class FlashGpu(PretendGpu):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FlashGpu:
     """What kernels=triton runs on. Here the library has float32, so that the CPU's results are what must come."""
-    gpu, device_of = FlashGpu(), engine_module.device_of
-    monkeypatch.setattr(engine_module, "device_of", lambda kernels: gpu if kernels == "triton" else device_of(kernels))
+    gpu = FlashGpu()
+    runs_on(gpu, monkeypatch)
     library = SimpleNamespace(__version__="0.6.7", **{each.__name__: each for each in flashinfer_double.FUNCTIONS})
     monkeypatch.setitem(sys.modules, "flashinfer", library)  # type: ignore[arg-type]
     for module in (flash, flashinfer_double):

@@ -60,7 +60,7 @@ def test_a_line_that_cannot_be_captured_stays_launch_by_launch(
             graphs.run("line", lambda: calls.append("run"))
     assert (len(calls), len(made)) == (4, 1)
     assert [record.message for record in caplog.records] == [
-        "launches line of a step cannot be captured, and stay slower: no products in this thread yet"
+        "the launches 'line' cannot be captured, and stay slower: no products in this thread yet"
     ]
     assert not graphs.capturing
 

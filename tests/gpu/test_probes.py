@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from decode_worker.window.base import Window, WindowError
 from decode_worker.window.bounce import BounceWindow
 from decode_worker.window.probes import LINES, ROUNDS, probes, try_window
 from decode_worker.window.shm import ShmWindow
-from tests.support.pretend_gpu import PretendGpu
+from tests.support.pretend_gpu import PretendGpu, RecordedGraph
 from tests.support.rig import Rig
 
 SIZE, WAIT_US = 1 << 18, 20_000_000
@@ -63,7 +63,25 @@ def test_a_window_that_works_passes_and_is_left_as_it_was(
     assert consumed[0] == ROUNDS
     assert rig.plane.stats()["runs_ok"] == ROUNDS
     if isinstance(device, PretendGpu):
-        assert [graph.replays for graph in device.made] == [ROUNDS - 3], "the first of them when it was captured"
+        assert [graph.replays for graph in device.made] == [ROUNDS - 2], "one round compiles, and one is the capture's"
+
+
+class NoCaptures(PretendGpu):
+    """Whose graphs cannot be made."""
+
+    def graph(self) -> RecordedGraph:
+        graph = super().graph()
+        graph.capture = broken  # type: ignore[method-assign]
+        return graph
+
+
+def broken(launch: Callable[[], None]) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_window_that_works_launch_by_launch_needs_no_graph(rig: Rig) -> None:
+    tried(rig, BounceWindow, NoCaptures())
+    assert rig.plane.stats()["runs_ok"] == ROUNDS
 
 
 class Deaf(BounceWindow):

@@ -4,9 +4,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from decode_worker._native import pull_layout
 from decode_worker.transport import Transport
 from decode_worker.window.pull import PullWindow
 from kvstore_service.client import AdminClient, RingGeometry, StoreClient, StoreError
@@ -22,9 +25,9 @@ def connect(daemon: Daemon, name: str) -> StoreClient:
     return StoreClient.connect(daemon.socket, daemon.broker, name)
 
 
-def transport(client: StoreClient, *kinds: str) -> Transport:
+def transport(client: StoreClient, *kinds: str, device: PretendGpu | None = None) -> Transport:
     return Transport(
-        client, PretendGpu(), slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096,
+        client, device or PretendGpu(), slots=1, window_bytes=WINDOW_BYTES, staging_bytes=4096,
         decode_ring=RingGeometry(4, 64, 4096, device=True), bulk_ring=RING, wait_ms=10_000, windows=kinds,
     )  # fmt: skip
 
@@ -82,4 +85,31 @@ def test_a_worker_without_an_arena_keeps_what_it_has_registered(tmp_path: Path) 
     with Daemon(tmp_path, dram_bytes="8MiB", options=options) as daemon, connect(daemon, "tight") as client:
         mapped = transport(client, "pull", "bounce")
         assert mapped.window.kind == "shm"
+        mapped.close()
+
+
+class NoArenas(PretendGpu):
+    """Takes memory that is mapped for writing alone. `shared`: bytes of what it has now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared: list[int] = []
+
+    def share(self, memory: NDArray[np.uint8], *, read_only: bool = False) -> torch.Tensor:
+        if memory.nbytes == 4 << 20:
+            raise RuntimeError("cudaHostRegister: error 801")
+        self.shared.append(memory.nbytes)
+        return super().share(memory, read_only=read_only)
+
+    def close(self) -> None:
+        self.shared.clear()
+
+
+def test_a_window_that_could_not_be_made_leaves_no_memory_with_the_driver(tmp_path: Path) -> None:
+    with Daemon(tmp_path, dram_bytes="8MiB", options=OPTIONS) as daemon, connect(daemon, "either") as client:
+        device = NoArenas()
+        mapped = transport(client, "pull", "bounce", device=device)
+        assert mapped.windows_refused == {"pull": "cudaHostRegister: error 801"}
+        assert WINDOW_BYTES in device.shared
+        assert pull_layout(WINDOW_BYTES)[2] not in device.shared
         mapped.close()

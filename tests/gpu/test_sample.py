@@ -66,6 +66,12 @@ def test_a_vocabulary_of_a_real_size(rng):
     assert chosen(logits, samplings, [5, 6]) == right(logits, samplings, [5, 6])
 
 
+def test_settings_that_are_whole_numbers_count_as_they_are(rng):
+    logits = torch.from_numpy(rng.normal(0, 3, (20, 50)).astype(np.float32))
+    samplings, positions = [Sampling(1, 1, seed=seed) for seed in range(20)], list(range(20))
+    assert chosen(logits, samplings, positions) == right(logits, samplings, positions)
+
+
 @pytest.mark.parametrize(
     ("sampling", "kept"),
     [

@@ -100,9 +100,15 @@ class PretendGpu(Host):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
     """What kernels=triton runs on."""
-    gpu, device_of = PretendGpu(), engine_module.device_of
-    monkeypatch.setattr(engine_module, "device_of", lambda kernels: gpu if kernels == "triton" else device_of(kernels))
+    gpu = PretendGpu()
+    runs_on(gpu, monkeypatch)
     return gpu
+
+
+def runs_on(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels=triton does, from here on."""
+    device_of = engine_module.device_of
+    monkeypatch.setattr(engine_module, "device_of", lambda kernels: gpu if kernels == "triton" else device_of(kernels))
 
 
 def launched(launch: Launch) -> None:

@@ -1,8 +1,8 @@
 """A window tried as a step uses it: a program posts a ticket and polls its cell while the daemon delivers; what fetches
 records for such a window fetches them; and a launch of its own compares what lies where attention reads.
 
-Made launch by launch first, then captured and replayed where the device has graphs: the rounds' places and seeds, and
-the ticket's number, are read from the device's memory.
+Where the device has graphs, the rounds are a line of launches like a step's: their places and seeds, and the ticket's
+number, are read from the device's memory.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -19,6 +19,7 @@ import triton.language as tl
 
 from decode_worker import _native
 from decode_worker.device import Device
+from decode_worker.engine.graphs import Graphs
 from decode_worker.gpu.kernels.gather import gather
 from decode_worker.gpu.kernels.wishes import PAIRS, STATUS, Wishes
 from decode_worker.gpu.launch import launch
@@ -27,7 +28,6 @@ from decode_worker.gpu.sync import LATE, POISONED, READY, poll, store_release
 from decode_worker.window.base import Window
 from decode_worker.window.probes import Probe
 
-LAUNCHED = 2  # rounds before the graph
 LOOK_S = 20e-6
 GATHER_PROGRAMS = 32
 WORDS_AT_ONCE = 2048
@@ -42,13 +42,9 @@ def ask(window: Window, device: Device, ring: _native.RingProducer, asked: list[
     rounds = Rounds(window, device, ring, asked, wait_us * 1000)
     ring.begin_steps()
     try:
-        for _ in asked[:LAUNCHED]:
-            rounds.launch()
-        if device.graphs:
-            graph = device.graph()
-            graph.capture(rounds.launch)
-        for _ in asked[LAUNCHED:]:
-            graph.replay() if device.graphs else rounds.launch()
+        graphs = Graphs(device) if device.graphs else None
+        for _ in asked:
+            graphs.run("probe", rounds.launch) if graphs is not None else rounds.launch()
         device.wait()
     finally:
         ring.end_steps()

@@ -192,6 +192,7 @@ class Workers:
 
     def release_leaving(self) -> None:
         """Tries again what `release` could not do, until that fails again."""
+        self._state.plane.give_back_arenas()
         while self._leaving:
             self._let_go(self._leaving[0])
             self._leaving.popleft()

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from decode_worker.engine import engine as engine_module
-from decode_worker.window import gdr as gdr_module
+from decode_worker.window import imported as imported_module
 from tests.gpu_check.scale import REHEARSED
 from tests.gpu_check.scene import Scene
 from tests.support.gpu_double import gpu_double
@@ -30,7 +30,7 @@ def rehearsed(directory: Path) -> Iterator[Scene]:
     with (
         gpu_double(directory) as double,
         prepared_once(),
-        patch.object(gdr_module, "CUDA_LIBRARY", double.library),
+        patch.object(imported_module, "CUDA_LIBRARY", double.library),
         patch.object(PretendGpu, "graph", graph),
         patch.object(engine_module, "device_of", lambda name: PretendGpu() if name == "triton" else device_of(name)),
     ):

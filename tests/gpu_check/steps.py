@@ -49,8 +49,8 @@ def _prefill(scene: Scene, check: Check) -> None:
 
 
 def _compare(scene: Scene, daemon: Daemon, check: Check, right: Decoded, **settings: str) -> None:
-    scene.graphs.clear()
     with scene.engine(daemon, **settings) as engine:
+        scene.graphs.clear()  # what the window was tried with
         mine = decoded(engine, scene, right.tokens)
         window = type(engine.transport.window).__name__
     replays = sum(graph.replays for graph in scene.graphs)

@@ -37,6 +37,8 @@ class TritonKernels(Kernels):
     """`hash` is the only retriever it selects with. Its scratch is allocated here, once; the state's tensors, the
     window and the ring are used where they lie."""
 
+    gathers = True
+
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
         state, device = context.state, context.state.parity.device

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -78,9 +78,17 @@ class Kernels(ABC):
 
     A row's fault is left in `state.fault` of its slot (a number of csrc/cpu/head_state.h): the row goes on, with
     whatever its heads hold, and the others are not concerned. RingError is raised for what concerns all of them.
+    `gathers`: whether it copies records that the daemon delivers elsewhere to their places in the window.
     """
 
+    gathers: ClassVar[bool] = False
+
     def __init__(self, context: StepContext) -> None:
+        """ValueError for a window that it cannot work on."""
+        if context.landing is not context.window and not self.gathers:
+            raise ValueError(
+                "window: kernels on a CPU read only where the daemon delivers; give --window shm or --kernels triton"
+            )
         self.context = context
 
     @abstractmethod

@@ -72,7 +72,16 @@ def test_generate_says_in_json_what_it_took_and_reused(tmp_path: Path, checkpoin
 @pytest.mark.timeout(90)
 def test_a_window_that_cannot_be_had_is_one_line_with_the_reason(tmp_path: Path, checkpoint: Path) -> None:
     flags = ["--model", str(checkpoint), "--prompt-file", prompt_file(tmp_path, b"w1 w2"), "--private"]
-    assert_one_line(run(tmp_path, *flags, "--window", "staged"), 1, "window staged: the daemon's windows are shm")
+    assert_one_line(run(tmp_path, *flags, "--window", "staged"), 1, "window staged: the daemon's windows are pull, shm")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("window", ["bounce", "pull"])
+def test_kernels_refuse_a_window_whose_records_they_would_never_see(
+    tmp_path: Path, checkpoint: Path, window: str
+) -> None:
+    flags = ["--model", str(checkpoint), "--prompt-file", prompt_file(tmp_path, b"w1 w2"), "--private"]
+    assert_one_line(run(tmp_path, *flags, "--window", window), 1, "give --window shm or --kernels triton")
 
 
 @pytest.mark.timeout(90)

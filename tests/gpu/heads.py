@@ -82,7 +82,7 @@ class Heads:
     def reference(self, keeps_faults: bool = False) -> ReferenceKernels:
         """On a copy of state and window, at the beginning of a step, or behind what its row has a fault of."""
         values = {name: getattr(self.context, name) for name in StepContext.__dataclass_fields__}
-        copied = copy.deepcopy({"state": self.state, "window": self.context.window})
+        copied = copy.deepcopy({name: values[name] for name in ("state", "window", "landing")})
         kernels = ReferenceKernels(StepContext(**{**values, **copied}))
         kernels.begin(self.rows, 1)
         if keeps_faults:

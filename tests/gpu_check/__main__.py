@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -43,12 +44,32 @@ def main() -> int:
     if on is None:
         print("gpu_check: nvidia-smi finds no GPU here; --rehearse runs the check on a pretended one", file=sys.stderr)
         return FAILED
+    if why := unwritable(arguments.out):
+        print(f"gpu_check: --out {arguments.out}: {why}", file=sys.stderr)
+        return FAILED
+    for each in (signal.SIGTERM, signal.SIGHUP):  # a child has a session of its own, which nobody else would end
+        signal.signal(each, lambda received, _: sys.exit(128 + received))
     folders = [arguments.out] if arguments.rehearse else list(dict.fromkeys([arguments.out, RESULTS]))
     rehearsing = (("--rehearse",), {"TRITON_INTERPRET": "1"}) if arguments.rehearse else ((), {"TRITON_INTERPRET": "0"})
     runner = Runner(PARTS, on, folders, *rehearsing)
-    results = runner.run(arguments.parts or list(PARTS), bool(arguments.parts), arguments.seconds)
+    try:
+        results = runner.run(arguments.parts or list(PARTS), bool(arguments.parts), arguments.seconds)
+    except KeyboardInterrupt:
+        print(f"gpu_check: interrupted; the parts that have ended are in {arguments.out}", file=sys.stderr)
+        return 128 + signal.SIGINT
     print_table(on, results)
     return status(results)
+
+
+def unwritable(folder: Path) -> str:
+    """Makes it where it is missing. Why nothing can be written there; empty if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (trial := folder / ".trial").touch()
+        trial.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def device() -> str | None:

@@ -91,7 +91,11 @@ class Runner:
         for folder in self.folders:
             path = folder / f"{name}.json"
             if path.exists():
-                result = Result.load(path)
+                try:
+                    result = Result.load(path)
+                except (ValueError, KeyError, TypeError) as error:
+                    print(f"{name}: {path} is no result and does not count: {error}", flush=True)
+                    continue
                 same = (result.on, result.inputs) == (self.on, self.parts[name].digest())
                 if same and result.outcome is Outcome.OK:
                     return result

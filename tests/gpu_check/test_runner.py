@@ -1,15 +1,19 @@
 """Parts are run within their time, what they found is kept, and the exit status says what was not right."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import runner as runner_module
-from tests.gpu_check.parts import PARTS, Part, Run
+from tests.gpu_check.parts import PARTS, ROOT, Part, Run
 from tests.gpu_check.report import Absent, Check, Outcome, Report, outcome_of, read
 from tests.gpu_check.runner import Result, Runner
 
@@ -140,6 +144,63 @@ def test_a_part_that_found_nothing_has_failed() -> None:
     assert outcome_of([Check("a", Outcome.ABSENT)]) is Outcome.ABSENT
     assert outcome_of([Check("a", Outcome.ABSENT), Check("b")]) is Outcome.OK
     assert outcome_of([Check("a", Outcome.FAILED), Check("b")]) is Outcome.FAILED
+
+
+def test_a_file_that_is_no_result_does_not_count(ran: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = ran.parent / "out"
+    out.mkdir()
+    for spoiled in ("{", '{"part": "right"}'):
+        (out / "right.json").write_text(spoiled)
+        result = runner(ran).run(["right"], False, 60)["right"]
+        assert result is not None
+        assert not result.kept
+        assert "right.json is no result" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["a-file", "below-a-file"])
+def test_a_folder_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, below: bool
+) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out" if below else tmp_path / "file"
+    monkeypatch.setattr(command, "device", lambda: "this")
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(out)])
+    assert command.main() == command.FAILED
+    assert capsys.readouterr().err.startswith(f"gpu_check: --out {out}: ")
+
+
+# The command with another child, which says who it is.
+INTERRUPTED = """
+import sys
+from tests.gpu_check import __main__ as command, runner
+child = "import os, pathlib, time; pathlib.Path(os.environ['PID']).write_text(str(os.getpid())); time.sleep(300)"
+runner.CHILD = (sys.executable, "-c", child)
+command.device = lambda: "this"
+sys.exit(command.main())
+"""
+
+
+@pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_the_check_ends_its_part(tmp_path: Path, received: signal.Signals) -> None:
+    pid = tmp_path / "pid"
+    command = [sys.executable, "-c", INTERRUPTED, "facts", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PID": str(pid)})
+    try:
+        assert until(lambda: pid.exists() and pid.read_text())
+        process.send_signal(received)
+        assert process.wait(30) == 128 + received
+        assert not Path(f"/proc/{pid.read_text()}").exists()
+    finally:
+        process.kill()
+
+
+def until(condition: Callable[[], object], deadline_s: float = 60.0) -> bool:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def test_without_a_gpu_it_says_so(

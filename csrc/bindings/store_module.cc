@@ -290,7 +290,11 @@ void bind_data_plane(nb::module_& m) {
                                                   copy_threads,
                                                   spin_us,
                                                   extent_blocks,
-                                                  {window, cuda_library, gdr_library, gpu, arena_bytes}});
+                                                  {.kind = window,
+                                                   .cuda_library = cuda_library,
+                                                   .gdr_library = gdr_library,
+                                                   .gpu = gpu,
+                                                   .arena_bytes = arena_bytes}});
           },
           "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, "window"_a = "shm",
           "cuda_library"_a = WindowSettings().cuda_library, "gdr_library"_a = WindowSettings().gdr_library, "gpu"_a = 0,

@@ -174,24 +174,31 @@ def shared(pid: int | str = "self") -> list[str]:
     return sorted(link for link in links if link.startswith("/memfd:"))
 
 
+OTHERS = tuple(name for name in PretendGpu.windows if name != "pull")  # than the one that needs no GPU of the daemon
+
+
 @pytest.mark.parametrize(
-    ("words", "taken", "refused"),
+    ("words", "kinds", "taken", "refused"),
     [
-        (SPOILT, "staged", {"gdr": "cannot read back what it has delivered"}),
-        (NOT_SEEN, "staged", {"gdr": "kernels see .* otherwise than the daemon delivers them"}),
-        (f"{NOT_SEEN} copy_spoils=70000", "bounce", {"gdr": "kernels see", "staged": "cannot read back"}),
-        ("no_module no_export", "bounce", {"gdr": r"the daemon's windows are shm.*no memory", "staged": "no memory"}),
+        (SPOILT, PretendGpu.windows, "pull", {"gdr": "cannot read back what it has delivered"}),
+        (SPOILT, OTHERS, "staged", {"gdr": "cannot read back what it has delivered"}),
+        (NOT_SEEN, OTHERS, "staged", {"gdr": "kernels see .* otherwise than the daemon delivers them"}),
+        (f"{NOT_SEEN} copy_spoils=70000", OTHERS, "bounce", {"gdr": "kernels see", "staged": "cannot read back"}),
+        (
+            "no_module no_export", OTHERS, "bounce",
+            {"gdr": r"the daemon's windows are pull, shm.*no memory", "staged": "no memory"},
+        ),
     ],
-)
+)  # fmt: skip
 def test_the_best_window_that_works_is_taken_and_nothing_is_left_of_the_others(
-    tmp_path: Path, double: GpuDouble, words: str, taken: str, refused: dict[str, str]
+    tmp_path: Path, double: GpuDouble, words: str, kinds: tuple[str, ...], taken: str, refused: dict[str, str]
 ) -> None:
     with daemon_over(tmp_path, double, words) as daemon:
         assert registered(daemon) == 0
         gc.collect()
         made, mine, its = double.live(), [link for link in shared() if "gpu" in link], shared(daemon.pid)
         with connect(daemon, "gpu") as client:
-            mapped = transport(client, *PretendGpu.windows)
+            mapped = transport(client, *kinds)
             assert mapped.window_name == taken
             assert list(mapped.windows_refused) == list(refused)
             for name, reason in refused.items():

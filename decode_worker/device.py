@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from decode_worker.closing import close_all
 from decode_worker.gpu import flash_choice
 from decode_worker.model.config import ModelConfig
 from decode_worker.model.operations import Operations, torch_operations
@@ -63,7 +65,8 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Waits, and gives back what was shared. Idempotent."""
+        """Waits, and gives back what was shared, all of it: also of a device that has failed (RuntimeError).
+        Idempotent."""
 
 
 class Host(Device):
@@ -132,10 +135,9 @@ class Gpu(Device):
         return bool(torch.cuda.current_stream(self.torch_device).query())
 
     def close(self) -> None:
-        if self._registered:
-            self.wait()
-        while self._registered:
-            _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(self._registered.popitem()[0]))
+        registered, self._registered = self._registered, {}
+        if registered:
+            close_all(self.wait, *(partial(_unregister, address) for address in registered))
 
 
 class CudaGraph:
@@ -185,6 +187,10 @@ def _interpreted() -> bool:
             raise
         raise ValueError("kernels='triton' needs Triton, which is not installed: pip install 'headgate[gpu]'") from None
     return bool(INTERPRETED.value)
+
+
+def _unregister(address: int) -> None:
+    _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def _check(call: str, result: object) -> None:

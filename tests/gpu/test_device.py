@@ -23,6 +23,7 @@ class Runtime:
         self.registered: dict[int, tuple[int, int]] = {}
         self.log: list[str] = []
         self.refuse = False
+        self.failed = False
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if self.refuse:
@@ -33,6 +34,9 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        if self.failed:
+            self.log.append("refused")
+            return 700
         np.frombuffer((ctypes.c_uint8 * self.registered.pop(address)[0]).from_address(address)).sum()
         self.log.append("unregister")
         return 0
@@ -64,6 +68,25 @@ def test_shared_memory_is_registered_and_given_back_once_the_device_is_idle(runt
     device.close()
     assert runtime.registered == {}
     assert runtime.log == ["wait", "unregister", "unregister"]
+
+
+def test_what_a_failed_device_does_not_give_back_is_asked_for_once(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Gpu()
+    for _ in range(2):
+        device.share(mapped(1))
+
+    def failed(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", failed)
+    runtime.failed = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        device.close()
+    assert runtime.log == ["refused", "refused"]
+    device.close()
+    assert runtime.log == ["refused", "refused"]
 
 
 def test_a_device_is_idle_when_its_stream_is_and_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,18 @@
 """Tickets that kernels post: what they say, the credit that they keep, and that a replay of launches is a step."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from decode_worker import _native
+from decode_worker.device import Host
+from decode_worker.engine.step import DecodeLoop
+from decode_worker.gpu.kernels.wishes import NO_CREDIT
 from decode_worker.gpu.launch import recorded
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.policy.counters import Counters
@@ -130,6 +135,17 @@ def test_a_poisoned_ring_takes_no_ticket(rng, ring):
     assert twins.triton.faults() == [_native.FAULT_NOT_POSTED], "there was no old set"
     with pytest.raises(_native.RingPoisoned):
         twins.triton.kernels.raise_for_error()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a launch")])
+def test_what_a_step_that_was_given_up_says_is_not_the_next_one_s(rng, ring, error):
+    kernels = twins_over(ring, rng).triton.kernels
+    transport = SimpleNamespace(steps=contextlib.nullcontext)
+    loop = SimpleNamespace(_transport=transport, _device=Host(), kernels=kernels)
+    kernels._error[:] = NO_CREDIT
+    with pytest.raises(type(error)), DecodeLoop._posting(loop):
+        raise error
+    kernels.raise_for_error()
 
 
 @pytest.mark.parametrize("limits", [{"runs_max": 1}, {"pairs_max": 50}])

@@ -101,6 +101,61 @@ def test_a_device_may_post_within_steps_alone(gpu_daemon: Daemon) -> None:
         mapped.close()
 
 
+class Interrupted(PretendGpu):
+    """What was launched has ended at the third look; or the device has failed."""
+
+    def __init__(self, mark: Callable[[], int], fails: bool) -> None:
+        super().__init__()
+        self._mark, self._fails = mark, fails
+        self.seen: list[int] = []
+
+    def idle(self) -> bool:
+        self.seen.append(self._mark())
+        if self._fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return len(self.seen) == 3
+
+
+@pytest.mark.parametrize(("fails", "looks"), [(False, 3), (True, 1)])
+def test_what_was_launched_is_served_to_its_end_behind_an_error(gpu_daemon: Daemon, fails: bool, looks: int) -> None:
+    with connect(gpu_daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        stepping = mapped.decode.requests[STEPPING : STEPPING + 8].view(np.uint64)
+        device = Interrupted(lambda: int(stepping[0]), fails)
+        mapped._device = device
+        with pytest.raises(KeyboardInterrupt), mapped.steps():
+            raise KeyboardInterrupt
+        assert len(device.seen) == looks
+        assert all(device.seen), "the daemon still looked for tickets"
+        assert not stepping[0]
+        mapped.close()
+
+
+def test_a_device_that_hangs_does_not_hide_what_went_wrong(gpu_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connect(gpu_daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        mapped.wait_us = 10_000
+        monkeypatch.setattr(mapped._device, "idle", lambda: False)
+        with pytest.raises(ValueError, match="this"), mapped.steps():
+            raise ValueError("this")
+        mapped.close()
+
+
+def test_all_is_closed_though_the_device_has_failed(gpu_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with connect(gpu_daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        monkeypatch.setattr(mapped._device, "close", failed)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            mapped.close()
+        assert mapped.decode.poisoned
+        assert mapped.bulk.poisoned
+        assert not mapped.window.tensor.numel()
+        assert not mapped.staging.memory.size
+
+
 def test_status_and_log_say_why_there_are_no_windows_on_a_gpu(tmp_path: Path) -> None:
     missing = "/nowhere/libcuda.so.1"
     with Daemon(tmp_path, options=("--nvme-bytes=1GiB", f"--cuda-library={missing}")) as daemon:

@@ -1,7 +1,7 @@
 """Tickets that kernels post: what they say, the credit that they keep, and that a replay of launches is a step."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +12,7 @@ import torch
 from decode_worker import _native
 from decode_worker.device import Host
 from decode_worker.engine.step import DecodeLoop
+from decode_worker.gpu import sync
 from decode_worker.gpu.kernels.wishes import NO_CREDIT
 from decode_worker.gpu.launch import recorded
 from decode_worker.kernels.sets import KERNELS
@@ -100,6 +101,46 @@ def test_without_credit_a_row_keeps_its_old_set_and_the_next_step_says_so(rng, r
         twins.triton.kernels.raise_for_error()
     ring.answer(4, np.full((2, 2), (1, 0), np.uint32))
     miss_everywhere(twins, ring, 796, 5, consumed=True)
+
+
+class Clock:
+    """Goes on while somebody naps, and tells `after` how often that was."""
+
+    def __init__(self, after: Callable[[int], None] = lambda naps: None) -> None:
+        self.now_ns, self.naps, self._after = 10**15, 0, after
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def sleep(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+        self.naps += 1
+        self._after(self.naps)
+
+
+def test_credit_is_waited_for_by_the_clock(rng, ring, monkeypatch):
+    """For WAIT_US, and with naps: as a ticket's answer is."""
+    twins = twins_over(ring, rng, "infinigen", slack=1.0)
+    twins.bind(0, 768, 790)
+    for seq in range(1, 5):
+        miss_everywhere(twins, ring, 790 + seq, seq, consumed=False)
+    clock = Clock()
+    monkeypatch.setattr(sync, "time", clock)
+    twins.query = twins.noise(3.0)
+    twins.begin({0: 795})
+    look_up(twins, 0)
+    assert clock.naps == WAIT_US * 1000 / (sync.PAUSE_S * 1e9)
+    with pytest.raises(_native.NoCredit):
+        twins.triton.kernels.raise_for_error()
+
+    late = Clock(lambda naps: ring.answer(4, np.full((2, 2), (1, 0), np.uint32), consumed=naps > 3))
+    monkeypatch.setattr(sync, "time", late)
+    twins.query = twins.noise(3.0)
+    twins.begin({0: 796})
+    look_up(twins, 0)
+    twins.triton.kernels.raise_for_error()
+    assert late.naps == 4
+    assert ring.posted(5)
 
 
 def ring_words(ring: PretendRing) -> torch.Tensor:

@@ -272,6 +272,24 @@ def test_the_best_window_that_works_is_taken_and_nothing_is_left_of_the_others(
             assert calls.count(begun) == calls.count(ended)
 
 
+def test_a_window_on_another_gpu_than_the_worker_s_is_not_taken(tmp_path: Path, double: GpuDouble) -> None:
+    with daemon_over(tmp_path, double, "uuid=255") as daemon, connect(daemon, "gpu") as client:
+        double.set("")
+        why = (
+            r"the daemon's GPU is 00010203-0405-0607-0809-0a0b0c0d0eff, this worker's is "
+            r"00010203-0405-0607-0809-0a0b0c0d0e0f: set the daemon's `gpu`, or this worker's CUDA_VISIBLE_DEVICES"
+        )
+        with pytest.raises(WindowError, match=f"^window gdr: {why}$"):
+            transport(client, "gdr")
+        calls = double.calls()
+        mapped = transport(client, *OTHERS)
+        assert mapped.window_name == "bounce"
+        assert list(mapped.windows_refused) == ["gdr", "staged"]
+        assert all(re.fullmatch(why, reason) for reason in mapped.windows_refused.values())
+        assert "cuMemImportFromShareableHandle" not in calls
+        mapped.close()
+
+
 def test_a_window_that_was_asked_for_is_an_error_with_its_reason(tmp_path: Path, double: GpuDouble) -> None:
     with daemon_over(tmp_path, double, SPOILT) as daemon, connect(daemon, "gpu") as client:
         for _ in range(3):

@@ -18,6 +18,7 @@ from decode_worker.model.config import ModelConfig
 from decode_worker.model.operations import Operations, torch_operations
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # cudaHostRegister
+INVALID, NOT_SUPPORTED = 1, 801  # what it answers to READ_ONLY where it does not know it, or the device cannot
 
 
 class Graph(Protocol):
@@ -115,7 +116,14 @@ class Gpu(Device):
         address = memory.ctypes.data
         if address not in self._registered:
             flags = PORTABLE | MAPPED | (READ_ONLY if read_only else 0)
-            _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, flags))
+            result = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, flags)
+            if read_only and int(result) in (INVALID, NOT_SUPPORTED):
+                raise RuntimeError(
+                    "this driver registers no memory that is mapped for reading only, as rings and a pull window's "
+                    f"arena are (attribute 113 of the device; cudaHostRegister: {result}): give --kernels cpu, or "
+                    "another driver or GPU"
+                )
+            _check("cudaHostRegister", result)
             self._registered[address] = memory
         return self.at(address, memory.nbytes)
 

@@ -168,6 +168,9 @@ def pull_layout(window_bytes: int) -> tuple[int, int, int]:
     """The memory of a window of kind pull (csrc/core/pull.h): the byte where its lines begin, their number, all
     bytes."""
 
+def gpu_uuid(cuda_library: str, gpu: int) -> str:
+    """Of the GPU of this number: the same in every process. RuntimeError: no driver, no such GPU."""
+
 class ImportedWindow:
     """A window in a device's memory, imported from the daemon's descriptor, which the caller keeps."""
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from decode_worker.closing import close_all
 from decode_worker.gpu import flash_choice
 from decode_worker.model.config import ModelConfig
 from decode_worker.model.operations import Operations, torch_operations
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # cudaHostRegister
+INVALID, NOT_SUPPORTED = 1, 801  # what it answers to READ_ONLY where it does not know it, or the device cannot
 
 
 class Graph(Protocol):
@@ -63,7 +66,8 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Waits, and gives back what was shared. Idempotent."""
+        """Waits, and gives back what was shared, all of it: also of a device that has failed (RuntimeError).
+        Idempotent."""
 
 
 class Host(Device):
@@ -112,7 +116,14 @@ class Gpu(Device):
         address = memory.ctypes.data
         if address not in self._registered:
             flags = PORTABLE | MAPPED | (READ_ONLY if read_only else 0)
-            _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, flags))
+            result = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, flags)
+            if read_only and int(result) in (INVALID, NOT_SUPPORTED):
+                raise RuntimeError(
+                    "this driver registers no memory that is mapped for reading only, as rings and a pull window's "
+                    f"arena are (attribute 113 of the device; cudaHostRegister: {result}): give --kernels cpu, or "
+                    "another driver or GPU"
+                )
+            _check("cudaHostRegister", result)
             self._registered[address] = memory
         return self.at(address, memory.nbytes)
 
@@ -132,10 +143,9 @@ class Gpu(Device):
         return bool(torch.cuda.current_stream(self.torch_device).query())
 
     def close(self) -> None:
-        if self._registered:
-            self.wait()
-        while self._registered:
-            _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(self._registered.popitem()[0]))
+        registered, self._registered = self._registered, {}
+        if registered:
+            close_all(self.wait, *(partial(_unregister, address) for address in registered))
 
 
 class CudaGraph:
@@ -185,6 +195,10 @@ def _interpreted() -> bool:
             raise
         raise ValueError("kernels='triton' needs Triton, which is not installed: pip install 'headgate[gpu]'") from None
     return bool(INTERPRETED.value)
+
+
+def _unregister(address: int) -> None:
+    _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def _check(call: str, result: object) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker import _native
+from decode_worker.closing import close_all
 from decode_worker.device import Device
 from decode_worker.policy.plan import NO_PAIRS, Ticket
 from decode_worker.window.base import Window, WindowError
@@ -125,16 +126,27 @@ class Transport:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """While the device may post. RingPoisoned."""
+        """While the device may post. Who leaves it has seen what was launched end; behind an error that is waited for
+        here, since without the mark nobody would look for what is still posted. RingPoisoned."""
         if self._device.wakes:
             yield
             return
         self.decode.begin_steps()
         try:
             yield
+        except BaseException:
+            self._let_end()
+            raise
         finally:
             with contextlib.suppress(_native.RingPoisoned):  # then nobody looks for what it posts any more
                 self.decode.end_steps()
+
+    def _let_end(self) -> None:
+        """As long as one answer may take: a device that hangs must not hide what went wrong."""
+        deadline = time.monotonic() + self.wait_us * 1e-6
+        with contextlib.suppress(RuntimeError):  # nothing runs on a device that has failed
+            while not self._device.idle() and time.monotonic() < deadline:
+                time.sleep(LOOK_S_MAX)
 
     def require_alive(self) -> None:
         """Raises RingPoisoned after a RingTimeout."""
@@ -196,11 +208,10 @@ class Transport:
         return not self._posted or self._next_seq - self._posted[0].seq < self.bulk.tickets
 
     def close(self) -> None:
-        self._device.close()
-        self.decode.close()
-        self.bulk.close()
-        self.window.close()
-        self._close_staging()
+        """All of it, also of a device whose every call fails by now: that error is raised then."""
+        close_all(
+            self._device.close, self.decode.close, self.bulk.close, self.window.close, self._close_staging
+        )  # fmt: skip
 
     def _close_staging(self) -> None:
         self.staging.memory = np.empty(0, dtype=np.uint8)

@@ -156,6 +156,8 @@ class DataPlane:
     """What there is, the best one first."""
     windows_refused: list[tuple[str, str]]
     """Of `auto`: the kinds that do not work here, and why."""
+    window_gpu: str
+    """The UUID of the GPU that windows in a device's memory lie in; empty without any."""
     def window_pinned_bytes(self, kind: str) -> int:
         """The host's memory that each window of this kind holds pinned."""
 

@@ -319,6 +319,7 @@ void bind_data_plane(nb::module_& m) {
       .def(
           "window_pinned_bytes",
           [](DataPlane& plane, const std::string& kind) { return windows_of(plane)->pinned_bytes(kind); }, "kind"_a)
+      .def_prop_ro("window_gpu", [](DataPlane& plane) { return windows_of(plane)->gpu(); })
       .def_prop_ro("windows_refused", [](DataPlane& plane) { return windows_of(plane)->refused(); })
       .def("add_ring", &DataPlane::add_ring, "worker"_a, "requests_fd"_a, "completions_fd"_a, "geometry"_a,
            "device"_a = false, NoGil())

@@ -56,6 +56,9 @@ void bind_window(nb::module_& m) {
         return std::make_tuple(layout.lines_off(), layout.lines(), layout.memory_bytes());
       },
       "window_bytes"_a);
+  m.def(
+      "gpu_uuid", [](const std::string& cuda_library, int gpu) { return CudaDriver(cuda_library, gpu).uuid(); },
+      "cuda_library"_a, "gpu"_a);
   nb::class_<ImportedWindow>(m, "ImportedWindow")
       .def(nb::init<int, uint64_t, bool, const std::string&, int>(), "fd"_a, "size_bytes"_a, "for_rdma"_a,
            "cuda_library"_a, "gpu"_a)

@@ -21,6 +21,7 @@ CudaDriver::CudaDriver(const std::string& library, int device) : library_(librar
   library_.find(init_, "cuInit");
   library_.find(device_get_, "cuDeviceGet");
   library_.find(device_get_attribute_, "cuDeviceGetAttribute");
+  library_.find(device_get_uuid_, "cuDeviceGetUuid_v2");
   library_.find(primary_retain_, "cuDevicePrimaryCtxRetain");
   library_.find(primary_release_, "cuDevicePrimaryCtxRelease_v2");
   library_.find(set_current_, "cuCtxSetCurrent");
@@ -64,6 +65,17 @@ int CudaDriver::attribute(cuda::Attribute attribute) const {
   int value = 0;
   check(device_get_attribute_(&value, attribute, device_), "cuDeviceGetAttribute");
   return value;
+}
+
+std::string CudaDriver::uuid() const {
+  uint8_t bytes[16];
+  check(device_get_uuid_(bytes, device_), "cuDeviceGetUuid");
+  std::string text;
+  for (size_t i = 0; i < sizeof bytes; ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    for (int digit : {bytes[i] >> 4, bytes[i] & 15}) text += "0123456789abcdef"[digit];
+  }
+  return text;
 }
 
 void CudaDriver::enter() const { check(set_current_(context_), "cuCtxSetCurrent"); }

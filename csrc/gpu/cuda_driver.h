@@ -66,6 +66,8 @@ class CudaDriver {
   ~CudaDriver();
 
   int attribute(cuda::Attribute attribute) const;
+  // As nvidia-smi writes it, without what it begins with (GPU- or MIG-): the same in every process.
+  std::string uuid() const;
   // Makes the context this thread's.
   void enter() const;
   // Until what has arrived over the bus is visible on the device, for kernels that run too. On a thread that `enter`s.
@@ -111,6 +113,7 @@ class CudaDriver {
   int (*init_)(unsigned);
   int (*device_get_)(int*, int);
   int (*device_get_attribute_)(int*, int, int);
+  int (*device_get_uuid_)(uint8_t*, int);
   int (*primary_retain_)(void**, int);
   int (*primary_release_)(int);
   int (*set_current_)(void*);

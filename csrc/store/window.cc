@@ -27,16 +27,23 @@ class Driver {
   const std::shared_ptr<CudaDriver>& get() {
     if (error_) throw *error_;
     try {
-      if (!driver_) driver_ = std::make_shared<CudaDriver>(settings_.cuda_library, settings_.gpu);
+      if (!driver_) {
+        auto driver = std::make_shared<CudaDriver>(settings_.cuda_library, settings_.gpu);
+        uuid_ = driver->uuid();
+        driver_ = std::move(driver);
+      }
     } catch (const DeviceError& error) {
       throw error_.emplace(error_of(error));
     }
     return driver_;
   }
+  // Its device's; empty until a kind has needed it.
+  const std::string& uuid() const { return uuid_; }
 
  private:
   const WindowSettings& settings_;
   std::shared_ptr<CudaDriver> driver_;
+  std::string uuid_;
   std::optional<Error> error_;
 };
 
@@ -119,6 +126,7 @@ Windows::Windows(const WindowSettings& settings) : threads_(settings.threads) {
       }
     }
   }
+  gpu_ = driver.uuid();
 }
 
 std::vector<std::string> Windows::kinds() const {

@@ -59,6 +59,8 @@ class Windows {
   uint64_t pinned_bytes(const std::string& kind) const;
   // With `auto`: those that cannot be had, and why.
   const std::vector<std::pair<std::string, std::string>>& refused() const { return refused_; }
+  // The UUID of the device that windows of device_window_kinds() lie in; empty where none was found.
+  const std::string& gpu() const { return gpu_; }
   // Of `bytes` bytes: over the memory `fd`, or in a device's (fd is ignored). kind: one of kinds(), or "" for the best.
   // INVALID_ARGUMENT if the memory is smaller; RESOURCE_EXHAUSTED if the device has no more.
   std::unique_ptr<Window> make(const std::string& kind, int fd, uint64_t bytes) const;
@@ -69,6 +71,7 @@ class Windows {
   const uint32_t threads_;
   std::vector<std::pair<std::string, Make>> made_;
   std::vector<std::pair<std::string, std::string>> refused_;
+  std::string gpu_;
 };
 
 }  // namespace headgate

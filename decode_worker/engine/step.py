@@ -6,6 +6,7 @@ what for, is decided inside the kernels. So the line of so many rows is made onc
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -107,7 +108,7 @@ class DecodeLoop:
         rows = len(wanted) if self._graphs is None else _padded(len(wanted), len(self._rows.slot))
         self._policy.seen = None
         self._ends.place(wanted, rows, self.steps & STEP_MASK)
-        with self._transport.steps():
+        with self._posting():
             try:
                 self._carry_out(rows)
                 codes = self._ends.read()
@@ -117,6 +118,18 @@ class DecodeLoop:
         self._policy.seen = self._ends.seen()
         self.steps += 1
         return [self._fault(code) for code in codes]
+
+    @contextlib.contextmanager
+    def _posting(self) -> Iterator[None]:
+        """Transport.steps. What the kernels say of a step that was given up is nobody's: not the next one's either."""
+        try:
+            with self._transport.steps():
+                yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError, StoreError):
+                if self._device.idle():
+                    self.kernels.raise_for_error()
+            raise
 
     def seed(self, slot: int, position: int, queries: Sequence[torch.Tensor]) -> Pieces[None]:
         """First sets and labels of a slot, from the queries [Hq, d] of the last prompt token, one per layer, each made
@@ -132,7 +145,7 @@ class DecodeLoop:
         self._transport.require_alive()
         self._begin(slot, position)
         look_up = Launch("look_up", layer, self.kernels.look_up, (layer, query, kind))
-        with self._transport.steps():
+        with self._posting():
             self._run([look_up, Launch("arrive", layer, self.kernels.await_ticket, (layer,))])
             self._device.wait()
         self.kernels.raise_for_error()

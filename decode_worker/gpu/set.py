@@ -141,7 +141,7 @@ class TritonKernels(Kernels):
         select.select(state, *row, layer, self._index, selection)
         find_delta(
             state, *row, rows.step, layer, query, int(kind), settings.cache, self._index, selection, self._delta,
-            self._wishes, requests, context.wait_us,
+            self._wishes, requests, context.wait_us * 1000,
         )  # fmt: skip
 
     # --- arrive ---

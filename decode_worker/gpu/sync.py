@@ -23,10 +23,11 @@ from triton.language.extra import cuda
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
+# Of several lanes the highest holds for all.
 READY = tl.constexpr(0)
-LATE = tl.constexpr(1)
-POISONED = tl.constexpr(2)
-WAITING = tl.constexpr(3)
+WAITING = tl.constexpr(1)
+LATE = tl.constexpr(2)
+POISONED = tl.constexpr(3)
 
 PAUSE_S = 20e-6
 
@@ -95,18 +96,16 @@ def wait_for(ended, programs):
 def poll(words, expected, own_poison, peer_poison, timeout_ns):
     """Until every one of `words`, a block of pointers, equals `expected`: READY; or LATE, or POISONED.
 
-    Both poison words come before the others each time round: an answer in an abandoned ring is none.
+    Both poison words come before the others each time round: an answer in an abandoned ring is none. Threads may see
+    different values of one word, so they branch on nothing but what all of them have made of it together.
     """
     deadline = timeout_ns.to(tl.int64) + clock_ns()
     outcome = tl.full((), WAITING, tl.int32)
     while outcome == WAITING:
-        if (load_acquire(own_poison) | load_acquire(peer_poison)) != 0:
-            outcome = tl.full((), POISONED, tl.int32)
-        elif tl.min((load_acquire(words) == expected).to(tl.int32), 0) == 1:
-            outcome = tl.full((), READY, tl.int32)
-        elif clock_ns() >= deadline:
-            outcome = tl.full((), LATE, tl.int32)
-        else:
+        poisoned = (load_acquire(own_poison) | load_acquire(peer_poison)) != 0
+        seen = tl.where(load_acquire(words) == expected, READY, tl.where(clock_ns() >= deadline, LATE, WAITING))
+        outcome = tl.max(tl.where(poisoned, POISONED, seen), 0)
+        if outcome == WAITING:
             pause()
     return outcome
 

@@ -35,7 +35,8 @@ class WorkerMemory:
 
     window: this worker's places. staging: what STORE runs read. rings[i] = (requests, completions); completions can be
     mapped for reading only. Ring 0 carries decode tickets, the others bulk transfers. arena: of a window of kind pull
-    what its answers name (csrc/core/pull.h), for reading only; else -1."""
+    what its answers name (csrc/core/pull.h), for reading only; else -1. gpu: the UUID of the one that the window lies
+    in; empty: in none."""
 
     worker_id: int
     window_fd: int
@@ -47,6 +48,7 @@ class WorkerMemory:
     extent_blocks: int
     window_kind: str
     arena_fd: int = -1
+    gpu: str = ""
 
     def close(self) -> None:
         """Closes the descriptors. Idempotent."""
@@ -120,7 +122,7 @@ class StoreClient(Client):
         pairs = list(zip(ring_fds[::2], ring_fds[1::2], strict=True))
         return WorkerMemory(
             answer.worker_id, window_fd, window_bytes, staging_fd, staging_bytes, pairs,
-            answer.pack_tokens, answer.extent_blocks, answer.window_kind, arena_fd,
+            answer.pack_tokens, answer.extent_blocks, answer.window_kind, arena_fd, answer.gpu,
         )  # fmt: skip
 
     def serve_rings(self) -> None:

@@ -135,6 +135,14 @@ def test_a_wait_acquires_and_a_poisoning_releases_at_system_scope(kernels: list[
 
 
 @pytest.mark.timeout(300)
+def test_threads_that_wait_branch_on_what_all_of_them_have_seen(kernels: list[Kernel]) -> None:
+    """Others would leave some of them alone at the next exchange, which is one of the whole warp."""
+    for kernel in named(kernels, "await_ticket") + named(kernels, "arrive") + named(kernels, "ask"):
+        polled = kernel.ptx[kernel.ptx.index("ld.acquire.sys") :]
+        assert re.search(r"\b(bra|(?:shfl|redux)\.sync)\b", polled)[1] != "bra", kernel[:5]
+
+
+@pytest.mark.timeout(300)
 def test_who_waits_for_another_program_acquires_what_that_one_releases(kernels: list[Kernel]) -> None:
     for kernel in named(kernels, "select") + named(kernels, "arrive"):
         looks = kernel.count(r"(ld|atom)\.global\.(gpu\.acquire|acquire\.gpu)\.")

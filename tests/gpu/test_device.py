@@ -22,17 +22,21 @@ class Runtime:
     def __init__(self) -> None:
         self.registered: dict[int, tuple[int, int]] = {}
         self.log: list[str] = []
-        self.refuse = False
+        self.refuses = 0
+        self.failed = False
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        if self.refuse:
-            return 2
+        if self.refuses:
+            return self.refuses
         assert address % mmap.PAGESIZE == 0
         assert address not in self.registered
         self.registered[address] = size, flags
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        if self.failed:
+            self.log.append("refused")
+            return 700
         np.frombuffer((ctypes.c_uint8 * self.registered.pop(address)[0]).from_address(address)).sum()
         self.log.append("unregister")
         return 0
@@ -66,6 +70,25 @@ def test_shared_memory_is_registered_and_given_back_once_the_device_is_idle(runt
     assert runtime.log == ["wait", "unregister", "unregister"]
 
 
+def test_what_a_failed_device_does_not_give_back_is_asked_for_once(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Gpu()
+    for _ in range(2):
+        device.share(mapped(1))
+
+    def failed(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", failed)
+    runtime.failed = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        device.close()
+    assert runtime.log == ["refused", "refused"]
+    device.close()
+    assert runtime.log == ["refused", "refused"]
+
+
 def test_a_device_is_idle_when_its_stream_is_and_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[bool | Exception] = [False, True, RuntimeError("CUDA error: unspecified launch failure")]
 
@@ -85,11 +108,20 @@ def test_a_device_is_idle_when_its_stream_is_and_says_what_failed(monkeypatch: p
 
 def test_memory_that_the_driver_does_not_take_is_an_error(runtime: Runtime) -> None:
     device = Gpu()
-    runtime.refuse = True
+    runtime.refuses = 2
     with pytest.raises(RuntimeError, match="cudaHostRegister failed: 2"):
         device.share(mapped(1))
+    with pytest.raises(RuntimeError, match="cudaHostRegister failed: 2"):
+        device.share(mapped(1), read_only=True)
     device.close()
     assert runtime.log == []
+
+
+@pytest.mark.parametrize("code", [1, 801])
+def test_a_driver_that_takes_no_read_only_memory_is_said_in_words(runtime: Runtime, code: int) -> None:
+    runtime.refuses = code
+    with pytest.raises(RuntimeError, match=rf"reading only.*attribute 113.*: {code}\): give --kernels cpu"):
+        Gpu().share(mapped(1), read_only=True)
 
 
 def test_kernels_name_their_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from decode_worker.policy.plan import QueryKind
 from decode_worker.policy.settings import PolicySettings
 from decode_worker.retrieval.hash import HashRetriever
 from decode_worker.retrieval.view import View
+from tests.support.torch_calls import TorchCalls
 
 from .exact import multiples
 
@@ -221,6 +222,27 @@ def test_a_slot_that_is_cleared_and_filled_again_knows_nothing_of_its_former_pac
     tokens = selecting.views[0].tokens_of(1, 1)
     records = selecting.index.sink_records[selecting.index.head[1, 1], 0]
     assert tokens[records.numpy()].tolist() == [0, 1, 2, 3]
+
+
+def test_a_pack_is_copied_once_however_many_heads_select(rng):
+    asked = []
+    for layers, heads in ((1, 2), (3, 4)):
+        state = head_state(rng, layers=layers, kv_heads=heads)
+        index = select.SlotIndex(state, 2048, torch.device("cpu"))
+        packs = [pack(rng, first, 256, layers, heads, 4) for first in (0, 256)]
+        with TorchCalls() as calls:
+            for each in packs:
+                index.extend(1, each)
+        asked.append(calls.names)
+        for layer, head in state.resident.logical_not().nonzero().tolist():
+            number = int(index.head[layer, head])
+            tokens = index.tokens[number, 1, :512].tolist()
+            assert tokens == [each.first_token + int(t) for each in packs for t in each.order[layer, head]]
+            sinks = index.sink_records[number, 1].tolist()
+            assert [tokens[record] for record in sinks] == list(range(len(sinks)))
+            codes = index.codes[number, 1, :, :512].T.numpy()
+            assert (codes == np.concatenate([each.index.data[layer, head].view(np.int32) for each in packs])).all()
+    assert asked[0] == asked[1]
 
 
 def test_more_tokens_than_a_session_may_have_are_refused(rng):

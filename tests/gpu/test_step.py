@@ -1,13 +1,19 @@
 """Tickets that kernels post: what they say, the credit that they keep, and that a replay of launches is a step."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from decode_worker import _native
+from decode_worker.device import Host
+from decode_worker.engine.step import DecodeLoop
+from decode_worker.gpu import sync
+from decode_worker.gpu.kernels.wishes import NO_CREDIT
 from decode_worker.gpu.launch import recorded
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.policy.counters import Counters
@@ -97,6 +103,46 @@ def test_without_credit_a_row_keeps_its_old_set_and_the_next_step_says_so(rng, r
     miss_everywhere(twins, ring, 796, 5, consumed=True)
 
 
+class Clock:
+    """Goes on while somebody naps, and tells `after` how often that was."""
+
+    def __init__(self, after: Callable[[int], None] = lambda naps: None) -> None:
+        self.now_ns, self.naps, self._after = 10**15, 0, after
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def sleep(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+        self.naps += 1
+        self._after(self.naps)
+
+
+def test_credit_is_waited_for_by_the_clock(rng, ring, monkeypatch):
+    """For WAIT_US, and with naps: as a ticket's answer is."""
+    twins = twins_over(ring, rng, "infinigen", slack=1.0)
+    twins.bind(0, 768, 790)
+    for seq in range(1, 5):
+        miss_everywhere(twins, ring, 790 + seq, seq, consumed=False)
+    clock = Clock()
+    monkeypatch.setattr(sync, "time", clock)
+    twins.query = twins.noise(3.0)
+    twins.begin({0: 795})
+    look_up(twins, 0)
+    assert clock.naps == WAIT_US * 1000 / (sync.PAUSE_S * 1e9)
+    with pytest.raises(_native.NoCredit):
+        twins.triton.kernels.raise_for_error()
+
+    late = Clock(lambda naps: ring.answer(4, np.full((2, 2), (1, 0), np.uint32), consumed=naps > 3))
+    monkeypatch.setattr(sync, "time", late)
+    twins.query = twins.noise(3.0)
+    twins.begin({0: 796})
+    look_up(twins, 0)
+    twins.triton.kernels.raise_for_error()
+    assert late.naps == 4
+    assert ring.posted(5)
+
+
 def ring_words(ring: PretendRing) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([ring.pairs.ravel(), ring.runs.view(np.uint32).ravel()]).astype(np.int64))
 
@@ -130,6 +176,17 @@ def test_a_poisoned_ring_takes_no_ticket(rng, ring):
     assert twins.triton.faults() == [_native.FAULT_NOT_POSTED], "there was no old set"
     with pytest.raises(_native.RingPoisoned):
         twins.triton.kernels.raise_for_error()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a launch")])
+def test_what_a_step_that_was_given_up_says_is_not_the_next_one_s(rng, ring, error):
+    kernels = twins_over(ring, rng).triton.kernels
+    transport = SimpleNamespace(steps=contextlib.nullcontext)
+    loop = SimpleNamespace(_transport=transport, _device=Host(), kernels=kernels)
+    kernels._error[:] = NO_CREDIT
+    with pytest.raises(type(error)), DecodeLoop._posting(loop):
+        raise error
+    kernels.raise_for_error()
 
 
 @pytest.mark.parametrize("limits", [{"runs_max": 1}, {"pairs_max": 50}])

@@ -101,6 +101,61 @@ def test_a_device_may_post_within_steps_alone(gpu_daemon: Daemon) -> None:
         mapped.close()
 
 
+class Interrupted(PretendGpu):
+    """What was launched has ended at the third look; or the device has failed."""
+
+    def __init__(self, mark: Callable[[], int], fails: bool) -> None:
+        super().__init__()
+        self._mark, self._fails = mark, fails
+        self.seen: list[int] = []
+
+    def idle(self) -> bool:
+        self.seen.append(self._mark())
+        if self._fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return len(self.seen) == 3
+
+
+@pytest.mark.parametrize(("fails", "looks"), [(False, 3), (True, 1)])
+def test_what_was_launched_is_served_to_its_end_behind_an_error(gpu_daemon: Daemon, fails: bool, looks: int) -> None:
+    with connect(gpu_daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        stepping = mapped.decode.requests[STEPPING : STEPPING + 8].view(np.uint64)
+        device = Interrupted(lambda: int(stepping[0]), fails)
+        mapped._device = device
+        with pytest.raises(KeyboardInterrupt), mapped.steps():
+            raise KeyboardInterrupt
+        assert len(device.seen) == looks
+        assert all(device.seen), "the daemon still looked for tickets"
+        assert not stepping[0]
+        mapped.close()
+
+
+def test_a_device_that_hangs_does_not_hide_what_went_wrong(gpu_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connect(gpu_daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        mapped.wait_us = 10_000
+        monkeypatch.setattr(mapped._device, "idle", lambda: False)
+        with pytest.raises(ValueError, match="this"), mapped.steps():
+            raise ValueError("this")
+        mapped.close()
+
+
+def test_all_is_closed_though_the_device_has_failed(gpu_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with connect(gpu_daemon, "gpu") as client:
+        mapped = transport(client, "gdr")
+        monkeypatch.setattr(mapped._device, "close", failed)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            mapped.close()
+        assert mapped.decode.poisoned
+        assert mapped.bulk.poisoned
+        assert not mapped.window.tensor.numel()
+        assert not mapped.staging.memory.size
+
+
 def test_status_and_log_say_why_there_are_no_windows_on_a_gpu(tmp_path: Path) -> None:
     missing = "/nowhere/libcuda.so.1"
     with Daemon(tmp_path, options=("--nvme-bytes=1GiB", f"--cuda-library={missing}")) as daemon:
@@ -215,6 +270,24 @@ def test_the_best_window_that_works_is_taken_and_nothing_is_left_of_the_others(
         ends = {"cuMemMap": "cuMemUnmap", "gdr_map_v2": "gdr_unmap", "cuMemHostAlloc": "cuMemFreeHost"}
         for begun, ended in ends.items():
             assert calls.count(begun) == calls.count(ended)
+
+
+def test_a_window_on_another_gpu_than_the_worker_s_is_not_taken(tmp_path: Path, double: GpuDouble) -> None:
+    with daemon_over(tmp_path, double, "uuid=255") as daemon, connect(daemon, "gpu") as client:
+        double.set("")
+        why = (
+            r"the daemon's GPU is 00010203-0405-0607-0809-0a0b0c0d0eff, this worker's is "
+            r"00010203-0405-0607-0809-0a0b0c0d0e0f: set the daemon's `gpu`, or this worker's CUDA_VISIBLE_DEVICES"
+        )
+        with pytest.raises(WindowError, match=f"^window gdr: {why}$"):
+            transport(client, "gdr")
+        calls = double.calls()
+        mapped = transport(client, *OTHERS)
+        assert mapped.window_name == "bounce"
+        assert list(mapped.windows_refused) == ["gdr", "staged"]
+        assert all(re.fullmatch(why, reason) for reason in mapped.windows_refused.values())
+        assert "cuMemImportFromShareableHandle" not in calls
+        mapped.close()
 
 
 def test_a_window_that_was_asked_for_is_an_error_with_its_reason(tmp_path: Path, double: GpuDouble) -> None:

@@ -6,6 +6,7 @@
 // flushed; stuck: no stream ever ends; no_device; no_rdma; no_export; full: no memory is left; bar_full: no room for
 // pins; no_module: gdr_open fails; fails=CALL: that call fails. bar_spoils=N: what is stored through the BAR arrives
 // wrong from byte N of its memory on; bar_deaf=N: it never arrives; copy_spoils=N: of copies.
+// uuid=N: the last byte of the device's.
 // GPU_DOUBLE_LOG: a file that gets each call, and a line with FAULT for each one that a real library would not survive.
 // GPU_DOUBLE_OLD: built without the names that older libraries lack; GPU_DOUBLE_CUDA_12: with batches as CUDA 12.8 has
 // them.
@@ -205,6 +206,11 @@ API int cuDeviceGet(int* device, int ordinal) {
   ENTER("cuDeviceGet");
   *device = ordinal;
   return ordinal == 0 ? kOk : kNoDevice;
+}
+API int cuDeviceGetUuid_v2(unsigned char* uuid, int) {
+  for (int i = 0; i < 16; ++i) uuid[i] = static_cast<unsigned char>(i);
+  uuid[15] = static_cast<unsigned char>(number("uuid=", 15));
+  return kOk;
 }
 API int cuDeviceGetAttribute(int* value, int attribute, int) {
   ENTER("cuDeviceGetAttribute");

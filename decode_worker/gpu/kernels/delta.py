@@ -67,11 +67,11 @@ def find_delta(
     delta: Delta,
     wishes: Wishes,
     requests: Requests | None,
-    looks: int,
+    timeout_ns: int,
 ) -> None:
     """step: int32[1]. Writes the other side of each head that misses; one that has nothing to fetch goes over to it.
 
-    Fills the layer's wishes, and claims a ticket for them where there is a ring. looks: at the credit, at most."""
+    Fills the layer's wishes, and claims a ticket for them where there is a ring. timeout_ns: of its credit."""
     shape, lanes, r = state.shape, rows * state.shape.heads, requests
     ring, area = (wishes.number,) * 4 + (wishes.count,), (0, 0, 0)
     if r is not None:
@@ -86,7 +86,7 @@ def find_delta(
         state.missing, state.stored, state.counters,
         delta.use, delta.free, delta.place_of, delta.pairs, delta.pair_count, delta.has_old_set,
         delta.ended, wishes.count, wishes.number, wishes.wishes, *ring,
-        layer, kind, looks,
+        layer, kind, timeout_ns,
         SIDE=state.parity.numel(), SLOTS=shape.slots, HEADS=shape.heads, UNITS=shape.units, PLACES=shape.places,
         UNIT=shape.unit, SINK=shape.sink, SINK_BLOCK=triton.next_power_of_2(max(1, shape.sink)), RECENT=shape.recent,
         LABEL=shape.group * shape.head_dim, CAPACITY=index.capacity, WANTED=selection.wanted.shape[-1],
@@ -98,14 +98,14 @@ def find_delta(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer", "kind", "looks"])
+@triton.jit(do_not_specialize=["layer", "kind", "timeout_ns"])
 def _delta(
     misses, slots, positions, step, wanted_of, wanted_count, head_of, tokens, sink_records, query,
     held, held_places, held_count, places, count, label, label_kind, cover, generation, parity, issued, stamp_of,
     capacity, chosen, missing_of, stored, counters,
     use_of, free_of, place_of, pairs_of, pair_count, has_old_set,
     ended, wish_count, number, wishes, own_poison, peer_poison, consumed, next_number, error,
-    layer, kind, looks,
+    layer, kind, timeout_ns,
     SIDE: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, UNITS: tl.constexpr, PLACES: tl.constexpr,
     UNIT: tl.constexpr, SINK: tl.constexpr, SINK_BLOCK: tl.constexpr, RECENT: tl.constexpr, LABEL: tl.constexpr,
     CAPACITY: tl.constexpr, WANTED: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr,
@@ -134,7 +134,7 @@ def _delta(
         if TICKETS > 0:
             if runs != 0:
                 claim_ticket(
-                    runs, pairs, number, layer, looks, own_poison, peer_poison, consumed, next_number, error,
+                    runs, pairs, number, layer, timeout_ns, own_poison, peer_poison, consumed, next_number, error,
                     LAYERS, LAYERS_BLOCK, RUNS_MAX, PAIRS_MAX, TICKETS,
                 )  # fmt: skip
 

@@ -17,6 +17,7 @@ waits for one that has no room to start, whatever the order in which a device st
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -65,14 +66,18 @@ class SlotIndex:
         first, end = pack.first_token, pack.first_token + pack.tokens
         if end > self.capacity:
             raise ValueError(f"slot {slot}: {end} stored tokens, `context` declares room for {self.capacity}")
-        for number, (layer, head) in enumerate(self._lanes):
-            codes = torch.from_numpy(pack.index.data[layer, head].view("int32").copy())
-            tokens = torch.from_numpy(pack.order[layer, head].astype("int32")) + first
-            self.codes[number, slot, :, first:end] = codes.T.to(self.codes.device)
-            self.tokens[number, slot, first:end] = tokens.to(self.tokens.device)
-            sinks = self.sink_records[number, slot]
-            record = (tokens < len(sinks)).nonzero().flatten()
-            sinks[tokens[record].to(sinks.device).long()] = (record + first).to(sinks.device, torch.int32)
+        if not self._lanes:
+            return
+        layers, heads = np.array(self._lanes).T
+        order = pack.order[layers, heads].astype(np.int32) + first
+        codes = pack.index.data[layers, heads].view(np.int32).swapaxes(1, 2)
+        self.codes[:, slot, :, first:end] = torch.from_numpy(codes.copy()).to(self.codes.device)
+        self.tokens[:, slot, first:end] = torch.from_numpy(order).to(self.tokens.device)
+        sinks = self.sink_records.shape[-1]
+        if first < sinks:
+            among = slice(first, min(end, sinks))
+            records = np.argsort(order)[:, : among.stop - first].astype(np.int32) + first
+            self.sink_records[:, slot, among] = torch.from_numpy(records).to(self.sink_records.device)
 
     def clear(self, slot: int) -> None:
         self.sink_records[:, slot] = -1

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from decode_worker.gpu.sync import POISONED, load_acquire
+from decode_worker.gpu.sync import POISONED, WAITING, clock_ns, load_acquire, pause
 
 # A wished-for change, as int32[FIELDS]: the ticket's run i is that of wish i.
 FIELDS = 8
@@ -70,7 +70,7 @@ def list_wishes(
 
 @triton.jit
 def claim_ticket(
-    runs, pairs, number, layer, looks, own_poison, peer_poison, consumed, next_number, error,
+    runs, pairs, number, layer, timeout_ns, own_poison, peer_poison, consumed, next_number, error,
     LAYERS: tl.constexpr, LAYERS_BLOCK: tl.constexpr,
     RUNS_MAX: tl.constexpr, PAIRS_MAX: tl.constexpr, TICKETS: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def claim_ticket(
     next_ = tl.load(next_number)
     refusal = tl.full((), _TOO_LARGE, tl.int32)
     if (runs <= RUNS_MAX) & (pairs <= PAIRS_MAX):
-        refusal = _refusal(number, next_ - TICKETS, own_poison, peer_poison, consumed, looks, LAYERS, LAYERS_BLOCK)
+        refusal = _refusal(number, next_ - TICKETS, own_poison, peer_poison, consumed, timeout_ns, LAYERS, LAYERS_BLOCK)
     tl.debug_barrier()  # all have read the numbers
     granted = (refusal == 0).to(tl.int64)
     tl.store(number + layer, next_ * granted)
@@ -91,20 +91,23 @@ def claim_ticket(
 
 @triton.jit
 def _refusal(
-    number, before, own_poison, peer_poison, consumed, looks, LAYERS: tl.constexpr, LAYERS_BLOCK: tl.constexpr
+    number, before, own_poison, peer_poison, consumed, timeout_ns, LAYERS: tl.constexpr, LAYERS_BLOCK: tl.constexpr
 ):
     """Why the ticket that takes the area of ticket `before` may not be posted; 0 if it may. That one must have been
-    collected here and consumed there, and a cell can be seen before it counts as consumed: looks again."""
+    collected here and consumed there, and a cell can be seen before it counts as consumed: that is waited for."""
     layer = tl.arange(0, LAYERS_BLOCK)
     open_ = tl.load(number + layer, mask=layer < LAYERS, other=0)
+    refusal = tl.full((), WAITING, tl.int32)
     if tl.max(((open_ > 0) & (open_ <= before)).to(tl.int32), 0) != 0:
-        looks = 0
-    refusal = tl.full((), _NO_CREDIT, tl.int32)
-    look = tl.full((), 0, tl.int32)
-    while (look < looks) & (refusal == _NO_CREDIT):
+        refusal = tl.full((), _NO_CREDIT, tl.int32)
+    deadline = timeout_ns.to(tl.int64) + clock_ns()
+    while refusal == WAITING:
         if (load_acquire(own_poison) | load_acquire(peer_poison)) != 0:
             refusal = tl.full((), POISONED, tl.int32)
         elif load_acquire(consumed) >= before:
             refusal = tl.full((), 0, tl.int32)
-        look += 1
+        elif clock_ns() >= deadline:
+            refusal = tl.full((), _NO_CREDIT, tl.int32)
+        else:
+            pause()
     return refusal

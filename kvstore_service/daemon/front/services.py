@@ -48,6 +48,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
             pack_tokens=self._config.pack_tokens,
             extent_blocks=self._config.extent_blocks,
             window_kind=registered.window_kind,
+            gpu=registered.gpu,
         )
 
     def ServeRings(self, request: pb.ServeRingsRequest, context: Call) -> pb.ServeRingsResponse:

@@ -21,11 +21,12 @@ WAIT_MS_MAX = 600_000
 @dataclass(frozen=True)
 class Registered:
     """A worker's memory. `descriptors`, the caller's: window, staging, then (requests, completions) of each ring, then
-    the arena of one that pulls."""
+    the arena of one that pulls. gpu: the UUID of the one that the window lies in; empty: in none."""
 
     worker_id: int
     descriptors: list[int]
     window_kind: str
+    gpu: str
 
 
 class Workers:
@@ -100,7 +101,7 @@ class Workers:
             event(
                 log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id, window=kind
             )
-            return Registered(worker.native_id, descriptors, kind)
+            return Registered(worker.native_id, descriptors, kind, self._state.plane.window_gpu if on_device else "")
 
     def _window_kind(self, wanted: Sequence[str]) -> str:
         kinds = self._state.plane.window_kinds

@@ -13,7 +13,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imp
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
 
 HERE = Path(__file__).parent
-SHARED_MEMORY = ("input", "demo", "crash/test_crash.py", "e2e/test_ray.py")  # they leave something in /dev/shm meanwhile, or look for it
+# They leave something in /dev/shm meanwhile, or look for what is left.
+SHARED_MEMORY = ("input", "demo", "crash/test_crash.py", "e2e/test_ray.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,7 +31,6 @@ def rehearsed(directory: Path) -> Iterator[Scene]:
         gpu_double(directory) as double,
         prepared_once(),
         patch.object(imported, "CUDA_LIBRARY", double.library),
-        patch.object(imported_module, "CUDA_LIBRARY", double.library),
         patch.object(PretendGpu, "graph", graph),
         patch.object(engine_module, "device_of", lambda name: PretendGpu() if name == "triton" else device_of(name)),
     ):

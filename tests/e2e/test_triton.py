@@ -58,7 +58,7 @@ def decoded(
                 else:
                     tokens, faults = engine.advance(sessions, tokens, SAMPLINGS)
                     assert faults == [None] * together
-                    seen += engine.loop._products.logits[:together].clone()
+                    seen += engine.loop._products.logits[:together].to("cpu", copy=True)
                 chosen += tokens
                 if sessions[0].sealing is not None:
                     sessions[0].sealing.finish()

@@ -96,8 +96,8 @@ class Frames {
   // The same for the pins of kept ones, by frame.
   void release(std::span<const uint32_t> kept);
   void landed(std::span<const Landing> landings);
-  // Gives up unpinned frames of some of the pack's extents, from `next` on, which moves on; the others go with their last
-  // pin. Whether any frame of the pack is left, and whether blocks are being read into one of those that were looked at.
+  // Gives up unpinned frames of some of the pack's extents, from `next` on, which moves on; the others go with their
+  // last pin. Whether any frame of the pack is left, and whether blocks are being read into one that was looked at.
   struct Left {
     bool any, reading;
   };

@@ -356,6 +356,15 @@ def test_memory_that_was_registered_and_not_taken_goes_with_the_next_registratio
         assert daemon.open_descriptors() <= before + 2
 
 
+def test_who_registers_again_and_again_does_not_fill_the_log(daemon: Daemon) -> None:
+    with StoreClient.connect(daemon.socket, daemon.broker, "restless") as client:
+        for _ in range(2 * SPARSE_LINES):
+            client.register_worker(1, 4096, 4096, [RingGeometry(8, 8, 64)]).close()
+            client.unregister_worker("x" * 512)
+    for said in ("worker registered", "worker unregistered"):
+        assert 0 < daemon.log_path.read_text().count(said) < 2 * SPARSE_LINES
+
+
 def test_descriptors_are_sent_to_no_peer_that_has_not_read_the_last_ones(desk: Desk) -> None:
     """The kernel counts those on their way as the sender's; beyond its bound nobody gets any more."""
     with contextlib.ExitStack() as stack:

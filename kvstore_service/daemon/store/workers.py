@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from logging import DEBUG, INFO, WARNING
 
 from kvstore_service.daemon import native
-from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.logs import Sparse, event
 from kvstore_service.daemon.store.registry import Worker
 from kvstore_service.daemon.store.state import State, log, registered
 from kvstore_service.shared import memory
@@ -34,6 +34,7 @@ class Workers:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._log = Sparse(log)  # of each user
         self._leaving: deque[Worker] = deque()  # gone, but a copy thread has not let them go in time
 
     def admit(self, uid: int, pid: int, name: str, operator: bool) -> Worker:
@@ -98,9 +99,7 @@ class Workers:
                 self._forget_memory(worker)
                 raise
             self._state.events.tell("worker", worker.tenant, detail=f"registered: {worker.name}, pid {worker.pid}")
-            event(
-                log, INFO, "worker registered", name=worker.name, pid=worker.pid, worker=worker.native_id, window=kind
-            )
+            self._log_of(worker, INFO, "worker registered", worker=worker.native_id, window=kind)
             return Registered(worker.native_id, descriptors, kind, self._state.plane.window_gpu if on_device else "")
 
     def _window_kind(self, wanted: Sequence[str]) -> str:
@@ -168,7 +167,7 @@ class Workers:
             self._state.uploads.forget(worker)
             worker.unbound.clear()
             self._state.events.tell("worker", worker.tenant, detail=f"unregistered: {worker.name}, {reason}")
-            event(log, INFO, "worker unregistered", name=worker.name, pid=worker.pid, reason=reason)
+            self._log_of(worker, INFO, "worker unregistered", reason=reason)
 
     def _forget_memory(self, worker: Worker) -> None:
         _close_all(worker.unsealed)
@@ -213,7 +212,10 @@ class Workers:
                 self._state.registry.close(session)
         if level == INFO:
             self._state.events.tell("worker", worker.tenant, detail=f"released: {worker.name}, pid {worker.pid}")
-        event(log, level, "worker released", name=worker.name, pid=worker.pid)
+        self._log_of(worker, level, "worker released")
+
+    def _log_of(self, worker: Worker, level: int, message: str, /, **fields: object) -> None:
+        self._log.event((worker.uid, message), level, message, name=worker.name, pid=worker.pid, **fields)
 
 
 def _seal(fd: int) -> None:

@@ -15,7 +15,8 @@ constexpr size_t kPiecesMax = CopyLane::kBatchBytes / 64;  // a record is a line
 
 }  // namespace
 
-CopyLane::CopyLane(std::shared_ptr<CudaDriver> driver) : driver_(std::move(driver)) {
+CopyLane::CopyLane(std::shared_ptr<CudaDriver> driver, std::shared_ptr<Patience> patience)
+    : driver_(std::move(driver)), patience_(std::move(patience)) {
   driver_->enter();
   for (Batch& batch : batches_) {
     batch.memory = driver_->pin(kBatchBytes);
@@ -60,6 +61,7 @@ void CopyLane::send() {
   Batch& b = batch();
   if (b.filled == 0) return;
   driver_->enter();
+  b.under_way = true;
   driver_->begin_copies(b.to, b.from, b.bytes, b.stream);
   b.to.clear(), b.from.clear(), b.bytes.clear();
   b.filled = 0;
@@ -69,30 +71,35 @@ void CopyLane::send() {
 
 void CopyLane::finish() {
   send();
-  for (const Batch& b : batches_) await(b);
+  for (Batch& b : batches_) await(b);
 }
 
 void CopyLane::read(uint8_t* to, cuda::Pointer from, uint64_t bytes) {
   Batch& b = batch();
   driver_->enter();
+  b.under_way = true;
   driver_->begin_read(b.memory, from, bytes, b.stream);
   await(b);
   std::memcpy(to, b.memory, bytes);
 }
 
-void CopyLane::await(const Batch& batch) const {
+void CopyLane::await(Batch& batch) {
+  if (!batch.under_way) return;
   driver_->enter();
-  const uint64_t deadline = now_ns() + kDeadlineNs;
+  const uint64_t patience = patience_->ns(), deadline = now_ns() + patience;
   while (!driver_->has_ended(batch.stream)) {
-    if (now_ns() >= deadline)
-      throw DeviceError("copies to the device have not ended within " + std::to_string(kDeadlineNs / 1'000'000) +
-                        " ms");
+    if (now_ns() >= deadline) {
+      patience_->lose();
+      throw DeviceError("copies to the device have not ended within " + std::to_string(patience / 1'000'000) + " ms");
+    }
     cpu_relax();
   }
+  batch.under_way = false;
+  patience_->regain();
 }
 
 bool CopyLane::at_rest() noexcept try {
-  for (const Batch& b : batches_) await(b);
+  for (Batch& b : batches_) await(b);
   return true;
 } catch (const DeviceError&) {
   return false;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -12,6 +13,21 @@
 
 namespace headgate {
 
+// How long copies to a device are waited for by threads that serve others meanwhile. One that stands still is waited for
+// once: until a copy of it has ended again, the next ones get the time of a slow copy.
+class Patience {
+ public:
+  uint64_t ns() const { return ns_.load(std::memory_order_relaxed); }
+  void lose() { ns_.store(kLostNs, std::memory_order_relaxed); }
+  void regain() {
+    if (ns() != kNs) ns_.store(kNs, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr uint64_t kNs = 200'000'000, kLostNs = 1'000'000;
+  std::atomic<uint64_t> ns_{kNs};
+};
+
 // Used by one thread at a time. Throws DeviceError, also for copies that do not end in time: what of them arrives, and
 // when, nobody knows then.
 class CopyLane {
@@ -19,10 +35,9 @@ class CopyLane {
   static constexpr uint64_t kBatchBytes = 256 << 10;
   static constexpr uint32_t kBatches = 2;
   static constexpr uint64_t kBytes = kBatches * kBatchBytes;  // pinned
-  static constexpr uint64_t kDeadlineNs = 1'000'000'000;
 
   // It goes when it is at rest.
-  explicit CopyLane(std::shared_ptr<CudaDriver> driver);
+  CopyLane(std::shared_ptr<CudaDriver> driver, std::shared_ptr<Patience> patience);
 
   // Records of `bytes` bytes, at most kBatchBytes, to base + to[i]. The sources are free again when it returns; pieces
   // that lie behind one another travel as one.
@@ -40,6 +55,7 @@ class CopyLane {
     uint8_t* memory = nullptr;
     cuda::Stream stream = nullptr;
     uint64_t filled = 0;
+    bool under_way = false;
     std::vector<cuda::Pointer> from, to;
     std::vector<size_t> bytes;
   };
@@ -47,9 +63,10 @@ class CopyLane {
   Batch& batch() { return batches_[current_]; }
   void add(Batch& batch, cuda::Pointer to, uint64_t from, uint32_t bytes);
   void send();
-  void await(const Batch& batch) const;
+  void await(Batch& batch);
 
   const std::shared_ptr<CudaDriver> driver_;
+  const std::shared_ptr<Patience> patience_;
   std::array<Batch, kBatches> batches_;
   uint32_t current_ = 0;
   Undo undo_;  // last: its steps need the others

@@ -18,7 +18,7 @@ StagedDevice::StagedDevice(std::shared_ptr<CudaDriver> driver, const WindowSetti
 
 StagedWindow::StagedWindow(std::shared_ptr<StagedDevice> device, uint64_t bytes) try
     : DeviceWindow(device->driver(), bytes, false) {
-  for (uint32_t i = 0; i < device->lanes(); ++i) lanes_.push_back(std::make_unique<Lane>(device->driver()));
+  for (uint32_t i = 0; i < device->lanes(); ++i) lanes_.push_back(std::make_unique<Lane>(*device));
 } catch (const DeviceError& error) {
   throw error_of(error);
 }

@@ -19,10 +19,12 @@ class StagedDevice {
   StagedDevice(std::shared_ptr<CudaDriver> driver, const WindowSettings& settings);
 
   const std::shared_ptr<CudaDriver>& driver() const { return driver_; }
+  const std::shared_ptr<Patience>& patience() const { return patience_; }
   uint32_t lanes() const { return lanes_; }
 
  private:
   const std::shared_ptr<CudaDriver> driver_;
+  const std::shared_ptr<Patience> patience_ = std::make_shared<Patience>();
   const uint32_t lanes_;  // of a window: one for each thread that may deliver at once
 };
 
@@ -36,7 +38,7 @@ class StagedWindow : public DeviceWindow {
  private:
   // Whose it is between its first delivery and its fence; nobody's otherwise.
   struct Lane {
-    explicit Lane(std::shared_ptr<CudaDriver> driver) : copies(std::move(driver)) {}
+    explicit Lane(const StagedDevice& device) : copies(device.driver(), device.patience()) {}
     CopyLane copies;
     std::atomic<const void*> owner{nullptr};
   };

@@ -140,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=default.budget, help="selected part of the stored tokens")
     parser.add_argument("--steps", type=int, default=default.steps, help="per repeat")
     parser.add_argument("--repeats", type=int, default=default.repeats)
-    parser.add_argument("--window", default=default.window, help="of all parts but transfer")
+    parser.add_argument(
+        "--window", choices=("auto", *WINDOWS.names), default=default.window, help="of all parts but transfer"
+    )
     parser.add_argument("--copy-threads", type=int, default=default.copy_threads, help="the daemon's, but in transfer")
     parser.add_argument("--kernels", choices=KERNELS.names, default="triton", help="others: to try --shape tiny")
     parser.add_argument("--directory", default="/var/tmp", help="the disk that packs are written to")

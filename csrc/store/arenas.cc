@@ -89,7 +89,11 @@ void Arenas::make(uint32_t owner) {
     std::lock_guard lock(mutex_);
     made_.emplace(owner, Arena{arena.number, std::move(arena.memory)});
   } catch (...) {
-    if (arena.memory.get() >= 0) map(arena, MAP_PRIVATE | MAP_ANONYMOUS);
+    try {
+      if (arena.memory.get() >= 0) map(arena, MAP_PRIVATE | MAP_ANONYMOUS);
+    } catch (const Error&) {
+      // The frames stay in memory that nobody else was given.
+    }
     frames_.unreserve(arena.number);
     throw;
   }
@@ -103,7 +107,11 @@ void Arenas::leave(uint32_t owner) {
     std::lock_guard lock(mutex_);
     if (--made_.at(owner).shares > 0) return;
   }
-  give_back();
+  try {
+    give_back();
+  } catch (const Error&) {
+    // The next call does, or says why not: this is a destructor's.
+  }
 }
 
 void Arenas::give_back() {

@@ -13,8 +13,8 @@
 
 namespace headgate {
 
-// How long copies to a device are waited for by threads that serve others meanwhile. One that stands still is waited for
-// once: until a copy of it has ended again, the next ones get the time of a slow copy.
+// How long copies to a device are waited for by threads that have others to serve. One that stands still is waited for
+// once: until a copy there has ended again, the next ones get the time of a slow copy.
 class Patience {
  public:
   uint64_t ns() const { return ns_.load(std::memory_order_relaxed); }

@@ -258,7 +258,10 @@ def require_own(socket: Path) -> None:
     """Before anything is said to a daemon there. PERMISSION_DENIED if it lies in the directory of a user without a
     home, which somebody else has made: anybody may, in the temporary one."""
     directory = _homeless()
-    if directory in socket.parents and directory.exists() and (owner := directory.stat().st_uid) != os.getuid():
+    if directory not in socket.parents or not os.path.lexists(directory):
+        return
+    owner = directory.lstat().st_uid  # a link's own: whose it is could turn it elsewhere
+    if owner != os.getuid():
         raise StoreError(
             "PERMISSION_DENIED", f"{directory} belongs to uid {owner}: remove it, or say where the daemon is "
             "(KVSTORE_SOCKET, KVSTORE_BROKER)"

@@ -117,6 +117,23 @@ def test_a_strangers_directory_below_the_temporary_one_is_not_believed(
             listening.accept()
 
 
+def test_a_strangers_link_to_ones_own_directory_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leads elsewhere the next time."""
+    me = os.geteuid()
+    other, target = (0, Path("/")) if me else (1, tmp_path / "own")
+    if me == 0:
+        target.mkdir()
+        os.chown(target, other, other)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    settings.home().symlink_to(target)
+    with pytest.raises(StoreError, match=f"{settings.home()} belongs to uid {me}"):
+        BrokerConnection(str(settings.home() / "broker.sock"), "w", 5)
+
+
 def test_refused_peers_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk(tmp_path / "broker.sock", frozenset({os.getuid() + 12345}))
     with caplog.at_level(logging.WARNING, "kvstored.broker"):

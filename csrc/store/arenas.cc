@@ -53,12 +53,13 @@ class Arenas::Share : public ArenaShare {
 
 std::unique_ptr<ArenaShare> Arenas::join(uint32_t owner) {
   std::unique_lock control(control_, kControlDeadline);
-  if (!control) throw unavailable("another arena is being made or given back; try again");
+  if (!control) throw resource_exhausted("another arena is being made or given back; try again");
   end_unshared();
   if (!made_.contains(owner)) make(owner);
   Arena& arena = made_.at(owner);
   if (arena.ending)
-    throw unavailable("the last arena of user " + std::to_string(owner) + " is still read into; is the disk stuck?");
+    throw resource_exhausted("the last arena of user " + std::to_string(owner) +
+                             " is still read into; is the disk stuck?");
   auto share = std::make_unique<Share>(*this, owner, arena);
   std::lock_guard lock(mutex_);
   ++arena.shares;
@@ -80,7 +81,8 @@ void Arenas::make(uint32_t owner) {
     throw resource_exhausted("all " + std::to_string(frames_.arenas()) + " arenas of " + std::to_string(bytes()) +
                              " B are taken by other users; a smaller arena_bytes makes more of them");
   try {
-    if (!vacate(arena, kMakeNs)) throw unavailable("runs do not let go of the memory for an arena; is the disk stuck?");
+    if (!vacate(arena, kMakeNs))
+      throw resource_exhausted("runs do not let go of the memory for an arena; is the disk stuck?");
     arena.memory = sealed_later(bytes());
     map(arena, MAP_SHARED);
     // From here on only the mapping above can write.

@@ -38,7 +38,7 @@ class Arenas {
   explicit Arenas(Frames& frames) : frames_(frames) {}
 
   // The owner's arena, made if need be; it goes with its last share. Waits for runs that use frames where it is to be.
-  // RESOURCE_EXHAUSTED: there is no room for one more. UNAVAILABLE: runs do not end.
+  // RESOURCE_EXHAUSTED: there is no room for one more, or runs do not let go of it: there are other windows.
   std::unique_ptr<ArenaShare> join(uint32_t owner);
   // Of arenas whose last share has gone, those that reads were still in flight to then. Waits a second for each.
   void give_back();

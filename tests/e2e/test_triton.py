@@ -111,11 +111,11 @@ def test_generate_tells_which_window_it_took_and_why_not_the_others(
         config = WorkerConfig(**worker_settings(daemon, checkpoint, **SETTINGS, kernels="triton"))
         generate.run(config, prompt, 1, Sampling(), (), private=False, as_json=True)
         told = json.loads(capsys.readouterr().out)
-        assert told["window"] == "staged"
+        assert told["window"] == "pull"
         assert list(told["windows_refused"]) == ["gdr"]
         generate.run(config, prompt, 1, Sampling(), (), private=False, as_json=False)
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("window staged, not gdr: the daemon cannot read back what it has delivered")
+        assert last.startswith("window pull, not gdr: the daemon cannot read back what it has delivered")
         with pytest.raises(WindowError, match="window gdr: the daemon cannot read back"):
             generate.run(replace(config, window="gdr"), prompt, 1, Sampling(), (), private=False, as_json=False)
 
@@ -135,7 +135,7 @@ def test_an_engine_that_pulls_says_the_same_over_a_tier_smaller_than_a_ticket(
     with Daemon(tmp_path, options=options) as daemon:
         for kernels, window in (("cpu", "shm"), ("triton", "pull")):
             config = WorkerConfig(**worker_settings(daemon, checkpoint, **settings, kernels=kernels, window=window))
-            with closing(Engine(config)) as engine:
+            with closing(engine_of(config, gpu)) as engine:
                 assert type(engine.transport.window) is WINDOWS[window]()
                 session, logits = engine.prefill(random_ids(530, 5), growth=STEPS)
                 seen = [logits]
@@ -169,7 +169,7 @@ def test_a_daemon_that_dies_under_a_replay_is_an_error_behind_the_step(
             patch.setattr(engine.loop._ends, "read", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.step([session], [STEPS])
-        before = engine.loop._products.logits[:1].clone()
+        before = engine.loop._products.logits[:1].cpu()
         assert torch.equal(engine.step([session], [STEPS]), before)
         assert session.tokens[-2:] == [STEPS - 1, STEPS]
         gpu_daemon.kill()

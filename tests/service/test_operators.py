@@ -314,12 +314,18 @@ def test_an_open_session_seals_and_ends_while_the_daemon_drains(worker: TestWork
     client.close_session(session)
 
 
+def stopped(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
 def test_a_cancelled_opening_leaves_no_session(daemon: Daemon, client: StoreClient, admin: AdminClient) -> None:
     """The daemon finds request and cancellation together."""
     request = store_pb.OpenSessionRequest(layout=wire.layout_to(LAYOUT), declared_max_tokens=4096)
     for number in range(20):
         metadata = client._metadata(f"cancelled-{number}")
         os.kill(daemon.pid, signal.SIGSTOP)
+        until(lambda: stopped(daemon.pid), "the daemon stands still")
         opening = client._stub.OpenSession.future(request, timeout=10.0, metadata=metadata)
         time.sleep(0.01)  # for the request to be sent
         opening.cancel()

@@ -123,6 +123,7 @@ def test_folded_codes_give_hamming_distances(rng, group, d):
     query = multiples(rows.query.reshape(3, 2 * group, d), 64)
     state.tau[1], state.forced_from[1] = torch.tensor([2, -2]), 10**6
     state.label[:], state.label_kind[:] = 1, QueryKind.TRUE
+    selection.codes.zero_()
     find_misses(
         state, rows.slots, rows.positions, 3, 1, torch.from_numpy(query), QueryKind.TRUE, -2, True,
         torch.from_numpy(projection), selection,

@@ -125,7 +125,7 @@ def test_folded_codes_give_hamming_distances(rng, group, d):
     state.label[:], state.label_kind[:] = 1, QueryKind.TRUE
     selection.codes.zero_()
     find_misses(
-        state, rows.slots, rows.positions, 3, 1, torch.from_numpy(query), QueryKind.TRUE, -2, True,
+        state, rows.slots, rows.positions, 3, 1, torch.from_numpy(query), QueryKind.TRUE, COS_FLOOR, True,
         torch.from_numpy(projection), selection,
     )  # fmt: skip
     codes = selection.codes.view(3, 2, 1 + encode.planes(group), 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Hashable
 
 from decode_worker.device import Device, Graph
@@ -36,12 +37,14 @@ class Graphs:
 
     def _capture(self, name: Hashable, launch: Callable[[], None]) -> Graph | None:
         graph = self._device.graph()
+        outside = sys.exception()
         self.capturing = True
         try:
             graph.capture(launch)
         except Exception as error:
             cause = error
-            while isinstance(cause.__context__, Exception):  # the end of a broken capture fails, too
+            # The end of a broken capture fails, too.
+            while isinstance(cause.__context__, Exception) and cause.__context__ is not outside:
                 cause = cause.__context__
             _log.warning("the launches %r cannot be captured, and stay slower: %s", name, cause)
             return None

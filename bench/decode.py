@@ -28,8 +28,8 @@ import torch
 
 from bench.comparison import OURS, USUAL, Comparison, Run, column, details, in_turn, ratios
 from bench.decoder import HITS, SEED, STEPS_MAX, WARM_STEPS, Document
+from bench.parts import run, some_of
 from bench.rivals import NotRun
-from bench.store import scratch
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.synthetic.checkpoint import B8, Q05, Shape, random_checkpoint
 
@@ -70,7 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=_parts, default=tuple(PARTS), help="parts, such as speedup,growth")
+    parser.add_argument("--only", type=some_of(PARTS), default=tuple(PARTS), help="parts, such as speedup,growth")
     parser.add_argument("--contexts", type=_numbers, help="of speedup and q05, in tokens; multiples of 256")
     parser.add_argument("--steps", type=int, default=default.steps, help="steps per repeat")
     parser.add_argument("--repeats", type=int, default=default.repeats)
@@ -90,13 +90,7 @@ def main() -> int:
 
 def measure(settings: Settings, parts: Iterable[str]) -> list[Figure]:
     torch.set_num_threads(settings.threads)
-    figures = [Figure("threads", settings.threads, "threads")]
-    for part in parts:
-        started = time.monotonic()
-        with scratch() as directory:
-            figures += PARTS[part](settings, Path(directory))
-        print(f"{part}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    return figures
+    return [Figure("threads", settings.threads, "threads"), *run(parts, PARTS, settings)]
 
 
 # --- parts ---
@@ -244,14 +238,6 @@ def _label(tokens: int) -> str:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    parts = tuple(text.split(","))
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"there is no part {unknown[0]}; there are {', '.join(PARTS)}")
-    return parts
 
 
 if __name__ == "__main__":

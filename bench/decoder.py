@@ -21,8 +21,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from bench.document import counters
 from bench.rivals import NotRun
-from bench.store import counters
 from decode_worker.config import KEYS, WorkerConfig
 from decode_worker.engine.engine import Engine
 from decode_worker.model.transformer import Transformer
@@ -51,7 +51,7 @@ Sample = dict[str, float]
 
 
 class Document:
-    """`tokens` random tokens whose KV a private daemon holds in DRAM. Context manager, not thread-safe."""
+    """`tokens` random tokens behind which engines decode. Context manager, not thread-safe."""
 
     def __init__(
         self,
@@ -61,9 +61,11 @@ class Document:
         *,
         daemon_options: Sequence[str] = (),
         alike: bool = False,
+        dram_share: float = 1.0,
         **settings: Any,
     ) -> None:
-        """alike: as `inject_packs` says. settings: of all workers."""
+        """alike: as `inject_packs` says. dram_share: of the bfloat16 KV that DRAM holds, where it does not hold all.
+        settings: of all workers."""
         self.drawn = None if isinstance(checkpoint, Path) else checkpoint
         self.checkpoint = checkpoint if isinstance(checkpoint, Path) else checkpoint.directory
         self.tokens = tokens
@@ -73,6 +75,7 @@ class Document:
         self._directory = directory
         self._daemon_options = daemon_options
         self._alike = alike
+        self._dram_share = dram_share
         self._settings = {
             "context": tokens + SPARE_TOKENS, "compute": "bfloat16", "wait_ms": WAIT_MS, "stale": "fail", **settings
         }  # fmt: skip
@@ -84,7 +87,8 @@ class Document:
     def __enter__(self) -> Document:
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, self._directory / "store", ignore_errors=True)
-            dram_bytes = int(self.kv_bytes * DRAM_SHARE) + DRAM_SPARE
+            all_of_it = int(self.kv_bytes * DRAM_SHARE) + DRAM_SPARE
+            dram_bytes = all_of_it if self._dram_share >= 1 else int(self.kv_bytes * self._dram_share)
             self.daemon = stack.enter_context(
                 PrivateDaemon(self._directory / "store", dram_bytes, options=self._daemon_options)
             )

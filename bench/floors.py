@@ -1,7 +1,8 @@
 """The least time that a decode step can take, from what it must read and move and the rates of a device.
 
-Nothing is measured here: a step reads the weights once, for each session what it attends to, and the codes of the heads
-that select; what misses takes the bus meanwhile. A step that reaches its floor does nothing else.
+Nothing is measured here: a step reads the weights once, those of a layer's query twice where it is predicted a layer
+ahead, for each session what it attends to, and the codes of the heads that select; what misses takes the bus meanwhile.
+A step that reaches its floor does nothing else.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ ELEMENT_BYTES = 2  # of weights, K and V: bfloat16
 CODE_BYTES = BITS // 8
 MAP_BYTES = 4  # a record's token, which selection and delta read beside its code
 FULL = "full"
-# Launches of a layer: of the products, least fusion; of ours (docs/gpu.md), where heads select and where they do not.
-PRODUCT_LAUNCHES, SELECTING_LAUNCHES, RESIDENT_LAUNCHES = 9, 6, 2
+# Launches of a layer: of the products, least fusion, and of its query ahead of them (norm, product, rotation); of ours
+# (docs/gpu.md), where heads select and where they do not.
+PRODUCT_LAUNCHES, AHEAD_LAUNCHES, SELECTING_LAUNCHES, RESIDENT_LAUNCHES = 9, 3, 6, 2
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ H100 = Rates(3000, 55, 1.0, "assumed, an H100 SXM on PCIe 5.0 x16")
 class Load:
     """What sessions ask for. missing: part of the offloaded heads that select in a step under a policy that reuses
     sets. delta: part of a selection that is not held. budget: of the stored tokens. lru_missing: part of a selection
-    that an LRU cache of twice its size does not hold (RetroInfer's misses 7-10 %, LiteCache's table 3)."""
+    that an LRU cache of twice its size does not hold (RetroInfer's, of three times, misses 7-10 %: LiteCache's table 3;
+    of once 30 %: §2.3.1)."""
 
     missing: float = 0.21
     delta: float = 0.5
@@ -90,6 +93,11 @@ class Model:
     def read_bytes(self) -> int:
         """Of the weights, in each step: all but the embedding."""
         return ELEMENT_BYTES * (self.layers * self.layer_weights + self.hidden * self.vocab)
+
+    @property
+    def query_bytes(self) -> int:
+        """Of the matrix that makes a layer's query."""
+        return ELEMENT_BYTES * self.hidden * self.q_heads * self.head_dim
 
     @property
     def held_bytes(self) -> int:
@@ -148,6 +156,16 @@ class Cell:
         return self.load.missing if PRESETS[self.policy].reuse == "label" else 1.0
 
     @property
+    def selecting_layers(self) -> int:
+        """Layers whose query is predicted ahead of them. Layer 0, which could not be, is resident."""
+        return int((~self.geometry.resident).any(1).sum())
+
+    @property
+    def weight_bytes(self) -> int:
+        """A predicted query comes a layer before the true one, of whose other matrices no cache holds it."""
+        return self.model.read_bytes + self.selecting_layers * self.model.query_bytes
+
+    @property
     def attended_bytes(self) -> int:
         """Records that attention reads; the newest tokens, a fixed number, are left out."""
         resident = self.geometry.resident
@@ -170,7 +188,7 @@ class Cell:
     @property
     def memory_bytes(self) -> float:
         """All that a step reads of the device's memory, and what arrives there."""
-        return self.model.read_bytes + self.attended_bytes + self.scanned_bytes + self.moved_bytes
+        return self.weight_bytes + self.attended_bytes + self.scanned_bytes + self.moved_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -187,8 +205,8 @@ class Cell:
         return self.moved_bytes / rates.bus_gbps / 1e3
 
     def launches(self) -> int:
-        selecting = 0 if self.policy == FULL else self.model.layers - 1
-        ours = selecting * SELECTING_LAUNCHES + (self.model.layers - selecting) * RESIDENT_LAUNCHES
+        selecting = self.selecting_layers
+        ours = selecting * (AHEAD_LAUNCHES + SELECTING_LAUNCHES) + (self.model.layers - selecting) * RESIDENT_LAUNCHES
         return ours + self.model.layers * PRODUCT_LAUNCHES
 
     def step_us(self, rates: Rates) -> float:
@@ -206,6 +224,12 @@ def most_delta(cell: Cell, rates: Rates, step_us: float) -> float:
     """The largest delta at which what a reusing policy misses takes the bus no longer than `step_us`; above 1: any."""
     per_delta_us = cell.bus_us(rates) / cell.load.delta
     return step_us / per_delta_us if per_delta_us else float("inf")
+
+
+def break_even(cell: Cell, rates: Rates, step_us: float) -> float:
+    """missing * budget * delta, the part of the offloaded heads' KV that takes the bus, at which it takes `step_us`."""
+    offloaded_bytes = cell.batch * cell.offloaded_heads * cell.context * cell.model.record_bytes
+    return step_us * rates.bus_gbps * 1e3 / offloaded_bytes
 
 
 def crossing(points: Sequence[tuple[float, float]], level: float) -> float | None:

@@ -7,17 +7,20 @@ over the same amount of memory: random records, and clustered ones (runs of 32 n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.store import StoredDocument, counters, scratch
+from bench.document import StoredDocument, counters, scratch
 from decode_worker.figures import Figure, print_json, print_table
+from kvstore_service._native import TIER_POLICIES
 from kvstore_service.client.private import PrivateDaemon
 
 LAYERS, LANES = 4, 2
@@ -34,24 +37,30 @@ Mover = Callable[[NDArray[np.uint8], NDArray[np.intp]], None]
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gather", description=__doc__)
+    parser.add_argument("--tier-policy", choices=TIER_POLICIES, default=TIER_POLICIES[0], help="of the DRAM tier")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    figures = measure()
+    figures = measure(tier_policy=arguments.tier_policy)
     print_json(figures) if arguments.json else print_table("Warm GATHER, one copy thread", figures)
     return 0
 
 
 def measure(
-    tokens: int = TOKENS, records: int = RECORDS, tickets: int = TICKETS, repeats: int = REPEATS
+    tokens: int = TOKENS,
+    records: int = RECORDS,
+    tickets: int = TICKETS,
+    repeats: int = REPEATS,
+    tier_policy: str = TIER_POLICIES[0],
 ) -> list[Figure]:
     torch.set_num_threads(1)
     rng = np.random.default_rng(1)
     source = np.ones((LAYERS, LANES, tokens, RECORD_BYTES), np.uint8)
     movers = _movers(records)
     figures = []
+    options = ("--copy-threads=1", f"--tier-policy={tier_policy}")
     with (
         scratch() as directory,
-        PrivateDaemon(directory, 2 * source.nbytes + (64 << 20), options=("--copy-threads=1",)) as daemon,
+        PrivateDaemon(directory, 2 * source.nbytes + (64 << 20), options=options) as daemon,
         StoredDocument(daemon, tokens, layers=LAYERS, lanes=LANES, places=records) as stored,
     ):
         _warm(stored, records)
@@ -71,6 +80,43 @@ def measure(
         if counters(daemon)["nvme_read_bytes"] != read_before:
             raise RuntimeError("the gathers were not warm: the DRAM tier is too small")
     return figures
+
+
+@contextlib.contextmanager
+def warm_documents(threads: int, tokens: int, records: int) -> Iterator[list[StoredDocument]]:
+    """As many workers as the daemon has copy threads, over one document that lies in DRAM."""
+    dram_bytes = 2 * LAYERS * LANES * tokens * RECORD_BYTES + (64 << 20)
+    options = (f"--copy-threads={threads}",)
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(scratch())
+        daemon = stack.enter_context(PrivateDaemon(directory, dram_bytes, options=options))
+        documents = [
+            stack.enter_context(StoredDocument(daemon, tokens, layers=LAYERS, lanes=LANES, places=records))
+            for _ in range(threads)
+        ]
+        for stored in documents:
+            _warm(stored, records)
+        yield documents
+
+
+def random_gb_per_s(documents: Sequence[StoredDocument], records: int, tickets: int, seed: int) -> float:
+    """Of all of them together, each in a thread of its own; what to post is made beforehand, as the bare loop's is."""
+    rng = np.random.default_rng(seed)
+    batches = [
+        [
+            (
+                int(rng.integers(LAYERS)),
+                *stored.gather_run(int(rng.integers(LANES)), _random(rng, stored.tokens, records)),
+            )
+            for _ in range(tickets)
+        ]
+        for stored in documents
+    ]
+    with ThreadPoolExecutor(len(documents)) as pool:
+        started = time.perf_counter()
+        list(pool.map(lambda stored, batch: stored.post(batch), documents, batches))
+        seconds = time.perf_counter() - started
+    return len(documents) * tickets * records * RECORD_BYTES / seconds / 1e9
 
 
 def _warm(stored: StoredDocument, records: int) -> None:

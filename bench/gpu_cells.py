@@ -28,7 +28,7 @@ from bench.decoder import (
     Sample,
     available_memory,
 )
-from bench.floors import FULL, Cell, Load, Model, Rates, crossing
+from bench.floors import FULL, Cell, Load, Model, Rates, break_even, crossing
 from bench.full_attention import FullAttention
 from bench.gpu_device import BenchDevice, Step, idle_share, launch_gaps
 from bench.rivals import NotRun
@@ -244,8 +244,8 @@ class Behind:
         yield Figure(self._named("idle_share", policy, batch), idle, "of a step, without a trace")
 
     def break_even(self, missing: Sequence[float]) -> Iterator[Figure]:
-        """From which missing * budget * delta on, the part of all KV that takes the bus in a step, full attention is
-        faster: computed, and where the line through measured steps reaches that of `full`. Batch 1."""
+        """From which missing * budget * delta on, the part of offloaded KV that takes the bus in a step, full
+        attention is faster: computed, and where the line through measured steps reaches that of `full`. Batch 1."""
         bench = self._bench
         name = f"break_even.{bench.settings.shape_name}.{self.at}"
         full = next((key for key in ((FULL, 1), (TORCH, 1)) if key in self.samples), None)
@@ -260,8 +260,7 @@ class Behind:
         full_ms = sum(column(self.samples[full], "step")) / len(self.samples[full])
         found = crossing(sorted(points), full_ms)
         computed = bench.rates.break_even
-        beside = bench.rates.bus_gbps * self._cell(FULL, 1).step_us(bench.rates) * 1e3
-        beside /= self._context * bench.sizes.kv_token_bytes
+        beside = break_even(self._cell(OURS, 1), bench.rates, self._cell(FULL, 1).step_us(bench.rates))
         if found is None:
             seen = ", ".join(f"{x:.4f}: {ms:.3g} ms" for x, ms in sorted(points))
             yield Figure.not_run(name, f"no crossing of full's {full_ms:.3g} ms ({seen}); computed {computed:.4f}")

@@ -32,13 +32,14 @@ from pathlib import Path
 
 import torch
 
+from bench.document import scratch
 from bench.floor_tables import tables
 from bench.full_attention import prefill as plain_prefill
 from bench.gpu_cells import LAUNCHED, OURS, TORCH, VARIANTS, Behind, Bench, Settings, label
 from bench.gpu_device import BenchDevice, Cuda, Processor
 from bench.gpu_transfer import transfers
+from bench.parts import some_of
 from bench.rivals import NotRun
-from bench.store import scratch
 from decode_worker.figures import Figure, print_table, report
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.synthetic.checkpoint import B8, LLAMA3_8B, QWEN25_14B, Shape
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.gpu_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--only", type=_parts, default=PARTS, help="parts, such as main,transfer")
+    parser.add_argument("--only", type=some_of(PARTS), default=PARTS, help="parts, such as main,transfer")
     parser.add_argument("--quick", action="store_true", help="the most important figures, in four minutes on an H200")
     parser.add_argument("--seconds", type=float, help="begin nothing after so long")
     parser.add_argument("--hits", type=float, default=default.hits, help="label hits per lookup")
@@ -344,14 +345,6 @@ def _prefill(bench: Bench, context: int) -> Iterator[Figure]:
     ours, theirs = ours[1:], theirs[1:]
     yield Figure.of_runs(f"prefill_tokens_per_s.{at}", ours, "tokens/s", "torch's plain prefill", theirs)
     yield Figure.of_runs(f"prefill_ratio.{at}", [a / b for a, b in zip(ours, theirs, strict=True)], "x torch's")
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    parts = tuple(text.split(","))
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"there is no part {unknown[0]}; there are {', '.join(PARTS)}")
-    return parts
 
 
 if __name__ == "__main__":

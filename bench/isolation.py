@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.document import counters, scratch
 from bench.neighbour import (
     BULK_RECORDS,
     DAEMON_OPTIONS,
@@ -31,7 +32,6 @@ from bench.neighbour import (
     Neighbour,
     NeighbourError,
 )
-from bench.store import counters, scratch
 from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.client import RingGeometry
 from kvstore_service.client.private import DAEMON_ARGV, PrivateDaemon

@@ -1,9 +1,10 @@
 """How many blocks per second does a cold GATHER bring from NVMe? Against plain readers of the same files.
 
-The DRAM tier is tiny, so each run of wanted blocks costs one O_DIRECT read: `scattered` wants one record of an extent
-(a read of 4 KiB), `clustered` all 32 (16 KiB). The rivals read as many blocks of the same size from the same packs,
-O_DIRECT: a liburing loop of the same queue depth in Python, and a pread per thread with as many threads. Reads per
-second and GB/s; reads and bytes are the daemon's own counts, and it checks every block's checksum.
+The DRAM tier is tiny and nothing is read through, so each run of wanted blocks costs one O_DIRECT read: `scattered`
+wants one record (a read of 4 KiB), `clustered` 32 neighbours (16 KiB), `long` 128 (64 KiB). The rivals read blocks of
+the same size from the same packs, O_DIRECT at the same queue depth: fio, a liburing loop in Python, and a pread per
+thread with as many threads; and numpy.memmap, cold, as it reads at random places (MADV_RANDOM). Reads per second and
+GB/s; reads and bytes are the daemon's own counts, and it checks every block's checksum.
 """
 
 from __future__ import annotations
@@ -19,22 +20,27 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import liburing
 import numpy as np
 
-from bench.store import StoredDocument, counters, scratch
+from bench.document import StoredDocument, counters, scratch
+from bench.fio import random_reads_per_s
+from bench.rivals import NotRun
 from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.client.private import PrivateDaemon
 
 LAYERS, LANES = 8, 2
 TOKENS = 65536  # 512 MiB in all
-EXTENT_RECORDS = 32  # of 512 B, in 4 blocks of 4 KiB
+RECORDS_MAX = 8192  # of 512 B, of one ticket
 DEPTH = 64
-READS = 256  # of one ticket
+READS = 256  # of one ticket, at most
 TICKETS = 64
 REPEATS = 5
 DRAM_BYTES = 16 << 20
+FIO_S = 1.0
+MEMMAP_BYTES = 16 << 20  # it takes long
 
 Reads = list[tuple[int, int]]  # fd, offset
 Reader = Callable[[Reads, int, int], None]
@@ -43,11 +49,19 @@ Reader = Callable[[Reads, int, int], None]
 @dataclass(frozen=True)
 class Case:
     name: str
-    records: int  # that are wanted of an extent
+    records: int  # neighbours
     read_bytes: int
 
+    @property
+    def span(self) -> int:
+        """Records, whole reads of them, in which one read lies."""
+        return self.read_bytes // RECORD_BYTES
 
-CASES = (Case("scattered", 1, 4096), Case("clustered", EXTENT_RECORDS, 16384))
+
+RECORD_BYTES = 512
+CASES = (Case("scattered", 1, 4096), Case("clustered", 32, 16384), Case("long", 128, 65536))
+FIO, MEMMAP = "fio", "numpy.memmap"
+Rates = dict[str, list[float]]  # reader ("" is the daemon) -> reads per second of each run
 
 
 def main() -> int:
@@ -61,7 +75,12 @@ def main() -> int:
     return 0
 
 
-def measure(
+def measure(directory: Path, **settings: Any) -> list[Figure]:
+    """`settings`: of `rates`."""
+    return [figure for case, measured in rates(directory, **settings).items() for figure in _figures(case, measured)]
+
+
+def rates(
     directory: Path,
     *,
     tokens: int = TOKENS,
@@ -69,38 +88,50 @@ def measure(
     tickets: int = TICKETS,
     repeats: int = REPEATS,
     depth: int = DEPTH,
-) -> list[Figure]:
+    cases: Sequence[Case] = CASES,
+    readers: Sequence[str] = (FIO, "liburing in Python", "pread threads", MEMMAP),
+) -> dict[Case, Rates]:
+    """Of the daemon and all readers in turn. One that cannot be had is left out."""
     rng = np.random.default_rng(1)
-    options = ("--copy-threads=1", f"--io-depth={depth}")
-    readers: dict[str, Reader] = {"liburing in Python": _uring, "pread threads": _threads}
-    figures = []
+    options = ("--copy-threads=1", f"--io-depth={depth}", "--disk-cost=off")
     with (
         scratch(directory) as data_dir,
         PrivateDaemon(data_dir, DRAM_BYTES, options=options) as daemon,
-        StoredDocument(daemon, tokens, layers=LAYERS, lanes=LANES, places=reads * EXTENT_RECORDS) as stored,
+        StoredDocument(daemon, tokens, layers=LAYERS, lanes=LANES, places=RECORDS_MAX) as stored,
         contextlib.ExitStack() as stack,
     ):
-        files = [_open(path, stack) for path in sorted(Path(data_dir).rglob("*.pack"))]
-        for case in CASES:
-            ours: list[float] = []
-            rivals: dict[str, list[float]] = {name: [] for name in readers}
+        paths = sorted(Path(data_dir).rglob("*.pack"))
+        files = [_open(path, stack) for path in paths]
+
+        def rate(reader: str, case: Case) -> float:
+            if reader == FIO:
+                return random_reads_per_s(paths, case.read_bytes, depth, FIO_S)
+            some = MEMMAP_BYTES // case.read_bytes if reader == MEMMAP else reads * tickets
+            wanted = _random_reads(rng, files, some, case.read_bytes)
+            return _reads_per_s(READERS[reader], wanted, depth, case.read_bytes)
+
+        measured: dict[Case, Rates] = {}
+        for case in cases:
+            of_case: Rates = measured.setdefault(case, {})
+            per_ticket = min(reads, RECORDS_MAX // case.records, tokens // (2 * case.span))
             for _ in range(repeats):
-                ours.append(_cold_gather(daemon, stored, rng, case, reads, tickets))
-                for name, reader in readers.items():
-                    wanted = _random_reads(rng, files, reads * tickets, case.read_bytes)
-                    rivals[name].append(_reads_per_s(reader, wanted, depth, case.read_bytes))
-            figures += _figures(case, ours, rivals)
-    return figures
+                of_case.setdefault("", []).append(_cold_gather(daemon, stored, rng, case, per_ticket, tickets))
+                for reader in readers:
+                    with contextlib.suppress(NotRun):
+                        of_case.setdefault(reader, []).append(rate(reader, case))
+        return measured
 
 
-def _figures(case: Case, ours: list[float], rivals: dict[str, list[float]]) -> list[Figure]:
+def _figures(case: Case, measured: Rates) -> list[Figure]:
     def gb_per_s(rates: list[float]) -> list[float]:
         return [rate * case.read_bytes / 1e9 for rate in rates]
 
     name = f"cold_{case.name}_{case.read_bytes // 1024}k"
+    ours = measured[""]
     return [
         figure
-        for rival, rates in rivals.items()
+        for rival, rates in measured.items()
+        if rival and rates
         for figure in (
             Figure.of_runs(name, ours, "reads/s", rival, rates),
             Figure.of_runs(name, gb_per_s(ours), "GB/s", rival, gb_per_s(rates)),
@@ -111,11 +142,12 @@ def _figures(case: Case, ours: list[float], rivals: dict[str, list[float]]) -> l
 def _cold_gather(
     daemon: PrivateDaemon, stored: StoredDocument, rng: np.random.Generator, case: Case, reads: int, tickets: int
 ) -> float:
-    """Reads per second, from the daemon's counters."""
+    """Blocks of the case's size per second, from the daemon's counters: what is still in DRAM makes a read shorter."""
     batches = []
     for _ in range(tickets):
-        extents = np.sort(rng.choice(stored.tokens // EXTENT_RECORDS, reads, replace=False))
-        first = extents * EXTENT_RECORDS + rng.integers(EXTENT_RECORDS - case.records + 1, size=reads)
+        # Every other one: two neighbours would be one read.
+        spans = 2 * np.sort(rng.choice(stored.tokens // (2 * case.span), reads, replace=False))
+        first = spans * case.span + rng.integers(case.span - case.records + 1, size=reads)
         records = (first[:, None] + np.arange(case.records)).ravel().astype(np.uint32)
         batches.append((int(rng.integers(LAYERS)), int(rng.integers(LANES)), records))
     before, started = counters(daemon), time.perf_counter()
@@ -123,10 +155,11 @@ def _cold_gather(
     seconds = time.perf_counter() - started
     after = counters(daemon)
     done = after["nvme_read_ops"] - before["nvme_read_ops"]
-    mean_bytes = (after["nvme_read_bytes"] - before["nvme_read_bytes"]) / max(1, done)
-    if not 0.9 * case.read_bytes < mean_bytes < 1.1 * case.read_bytes:
+    read_bytes = after["nvme_read_bytes"] - before["nvme_read_bytes"]
+    mean_bytes = read_bytes / max(1, done)
+    if mean_bytes > 1.1 * case.read_bytes:
         raise RuntimeError(f"{case.name}: reads of {mean_bytes:.0f} bytes, the rival's are of {case.read_bytes}")
-    return done / seconds
+    return read_bytes / case.read_bytes / seconds
 
 
 def _random_reads(rng: np.random.Generator, files: Sequence[tuple[int, int]], count: int, size: int) -> Reads:
@@ -186,6 +219,18 @@ def _aligned_bytearray(size: int) -> bytearray:
     return buffer
 
 
+def _memmap(wanted: Reads, depth: int, size: int) -> None:
+    """Copies of slices, whose pages come in as they are touched: one read in flight, of a page."""
+    maps = {}
+    for fd in {fd for fd, _ in wanted}:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        pages = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        pages.madvise(mmap.MADV_RANDOM)
+        maps[fd] = np.frombuffer(pages, np.uint8)
+    for fd, offset in wanted:
+        maps[fd][offset : offset + size].copy()
+
+
 def _threads(wanted: Reads, depth: int, size: int) -> None:
     """A part of the reads per thread, `depth` threads."""
 
@@ -197,6 +242,9 @@ def _threads(wanted: Reads, depth: int, size: int) -> None:
 
     with ThreadPoolExecutor(depth) as pool:
         list(pool.map(read, [wanted[first::depth] for first in range(depth)]))
+
+
+READERS: dict[str, Reader] = {"liburing in Python": _uring, "pread threads": _threads, MEMMAP: _memmap}
 
 
 if __name__ == "__main__":

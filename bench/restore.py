@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from bench.store import scratch
+from bench.document import scratch
 from decode_worker.config import WorkerConfig
 from decode_worker.demo.run import DEFAULT_MODEL
 from decode_worker.engine.engine import Engine

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from bench.store import scratch
+from bench.document import scratch
 from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.client import KindSpec, Layout, PrefixCandidate, StoreClient, StoreError
 from kvstore_service.client.private import PrivateDaemon

@@ -1,143 +1,146 @@
-"""A random document in a private daemon, without a model, and what benchmarks ask a daemon."""
+"""How near does the store come to what disk and memory give? Each figure is ours / the rival's rate, of the same run.
+
+nvme      cold GATHERs in reads of 4 and 64 KiB, checksums and all, against fio and a cold numpy.memmap
+ingest    packs from the first STORE until they are durable, against fio writing as much in order
+gather    warm GATHERs of random records on one and two copy threads, against threads that copy and do nothing else
+ticket    the round trip of a hot ticket of one record / that of a bare word between two processes (times, not rates)
+"""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import tempfile
-from collections import deque
-from collections.abc import Iterable
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from decode_worker import _native, packing
-from decode_worker.device import Host
-from decode_worker.engine.prefix import reservations
-from decode_worker.policy.plan import RUN_DTYPE, gather_runs
-from decode_worker.records import RecordFormat
-from decode_worker.transport import Transport, raise_for_status
-from decode_worker.work import Pieces, finish
-from kvstore_service.client import AdminClient, CommittedPack, KindSpec, Layout, PackRef, RingGeometry, StoreClient
+from bench import gather, nvme, ring
+from bench.compiled import compiled
+from bench.document import StoredDocument, scratch
+from bench.fio import write_bytes_per_s
+from bench.parts import some_of
+from bench.rivals import NotRun
+from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.client.private import PrivateDaemon
 
-STAGING_BYTES = 16 << 20
-WAIT_MS = 60_000
-IN_FLIGHT = 2
+LAYERS, LANES, RECORD_BYTES = 8, 2, 512
+WRITE_BYTES, WRITE_DEPTH = 128 << 10, 8  # as the store writes
+TIMEOUT_S = 120
 
 
-class StoredDocument:
-    """`tokens` random records per layer and lane, stored and bound to slot 0 with `places` places per lane.
-
-    All packs hold the same random K and V: what is copied does not matter here. Context manager, not thread-safe.
-    """
-
-    def __init__(
-        self,
-        daemon: PrivateDaemon,
-        tokens: int,
-        *,
-        layers: int = 1,
-        lanes: int = 2,
-        head_dim: int = 128,
-        places: int = 1024,
-        tickets: int = 8,
-    ) -> None:
-        self.tokens, self.layers, self.lanes, self.places = tokens, layers, lanes, places
-        self.records = RecordFormat(lanes, head_dim, "bfloat16")
-        self._daemon = daemon
-        self._ring = RingGeometry(tickets, lanes, places)
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            self.client = StoreClient.connect(self._daemon.socket, self._daemon.broker, name="bench")
-            stack.callback(self.client.close)
-            lane_bytes = self.places * self.records.record_bytes
-            self.transport = Transport(
-                self.client,
-                Host(),
-                slots=1,
-                window_bytes=self.layers * self.lanes * lane_bytes,
-                staging_bytes=STAGING_BYTES,
-                decode_ring=self._ring,
-                bulk_ring=RingGeometry(8, max(8, self.lanes), 1),
-                wait_ms=WAIT_MS,
-                windows=("shm",),
-            )
-            stack.callback(self.transport.close)
-            self.transport.window.tensor.zero_()  # every page is there before the first figure
-            self._bind(lane_bytes)
-            self._resources = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._resources.close()
-
-    def gather_run(self, lane: int, records: NDArray[np.uint32]) -> tuple[NDArray[np.void], NDArray[np.uint32]]:
-        """Runs and pairs of a ticket that brings `records` (sorted) of one lane to the places 0, 1, 2, ..."""
-        pairs = np.stack([records, np.arange(len(records))], axis=1).astype(np.uint32)
-        return gather_runs([0], [self._epoch], [0], [lane], [pairs])
-
-    def gather(self, tickets: Iterable[tuple[int, int, NDArray[np.uint32]]]) -> None:
-        """Posts (layer, lane, sorted records) tickets, two in flight at a time, and returns when all are done."""
-        ring, pending = self.transport.decode, deque[int]()
-        for step, (layer, lane, records) in enumerate(tickets):
-            if len(pending) == IN_FLIGHT:
-                raise_for_status(ring.wait(pending.popleft(), self.transport.wait_us))
-            pending.append(ring.post(_native.OP_GATHER, step, layer, *self.gather_run(lane, records)))
-        while pending:
-            raise_for_status(ring.wait(pending.popleft(), self.transport.wait_us))
-
-    def _bind(self, lane_bytes: int) -> None:
-        kind = KindSpec(self.lanes, self.records.head_dim, self.records.code, self.records.record_bytes)
-        layout = Layout(hashlib.sha256(b"bench").digest(), self.layers, (kind,))
-        session = self.client.open_session(layout, self.tokens)
-        reserved = self.client.reserve_pack(session, reservations(range(self.tokens), self.transport.pack_tokens))
-        uploads = [item.upload_id for item in reserved if item.upload_id is not None]
-        for item, upload in zip(reserved, uploads, strict=True):
-            finish(self._store(upload, item.pack.tokens))
-        committed = [_pack(item) for item in self.client.commit_pack(session, uploads)]
-        self.client.attach_packs(session, committed)
-        offsets = np.arange(self.layers * self.lanes) * lane_bytes
-        windows = np.stack([offsets, np.full_like(offsets, self.places)], axis=1).astype(np.uint64)
-        self._epoch = self.client.bind_slot(session, 0, committed, windows)
-
-    def _store(self, upload: int, tokens: int) -> Pieces[None]:
-        keys = torch.randn(tokens, self.records.head_dim, generator=torch.Generator().manual_seed(0))
-        order = packing.token_order(1, tokens)[0]
-
-        def fill(part: NDArray[np.uint8], offset: int) -> NDArray[np.void]:
-            runs = np.zeros(self.lanes, RUN_DTYPE)
-            runs["slot"], runs["lane"] = upload, range(self.lanes)
-            runs["arg"] = [offset + self.records.stage(part, lane, keys, -keys, order) for lane in range(self.lanes)]
-            return runs
-
-        staging, part_bytes, posted = self.transport.staging, self.records.staged_bytes(tokens), []
-        for layer in range(self.layers):
-            yield from staging.room(part_bytes)
-            posted.append(staging.store(layer, part_bytes, fill))
-        for each in posted:
-            each.check()
+@dataclass(frozen=True)
+class Settings:
+    directory: Path = Path("/var/tmp")  # the disk that is measured
+    repeats: int = 5
+    nvme_tokens: int = nvme.TOKENS
+    nvme_tickets: int = 32
+    depth: int = nvme.DEPTH
+    ingest_tokens: int = 32768  # 256 MiB
+    gather_tokens: int = gather.TOKENS
+    gather_records: int = gather.RECORDS
+    gather_tickets: int = gather.TICKETS
+    threads: tuple[int, ...] = (1, 2)
+    rounds: int = ring.ROUNDS
 
 
-def scratch(parent: str | Path = "/var/tmp") -> tempfile.TemporaryDirectory[str]:
-    """A temporary directory on a disk: packs are read with O_DIRECT, and /tmp may be memory."""
-    return tempfile.TemporaryDirectory(prefix="headgate-bench-", dir=parent)
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", type=some_of(PARTS), default=tuple(PARTS), help="parts, such as nvme,ingest")
+    parser.add_argument("--directory", type=Path, default=Settings.directory, help="the disk that is measured")
+    parser.add_argument("--repeats", type=int, default=Settings.repeats)
+    parser.add_argument("--json", action="store_true")
+    a = parser.parse_args()
+    figures = measure(Settings(directory=a.directory, repeats=a.repeats), a.only)
+    print_json(figures) if a.json else print_table("The store against disk and memory", figures)
+    return 0
 
 
-def counters(daemon: PrivateDaemon) -> dict[str, int]:
-    """What the daemon has counted since it started."""
-    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
-        return dict(admin.get_status().counters)
+def measure(settings: Settings, parts: Iterable[str]) -> list[Figure]:
+    return [figure for part in parts for figure in PARTS[part](settings)]
 
 
-def _pack(committed: CommittedPack) -> PackRef:
-    if committed.pack is None:
-        raise committed.error or RuntimeError("the store committed a pack without naming it")
-    return committed.pack
+def _nvme(settings: Settings) -> list[Figure]:
+    cases = [case for case in nvme.CASES if case.read_bytes in (4 << 10, 64 << 10)]
+    measured = nvme.rates(
+        settings.directory, tokens=settings.nvme_tokens, tickets=settings.nvme_tickets, repeats=settings.repeats,
+        depth=settings.depth, cases=cases, readers=(nvme.FIO, nvme.MEMMAP),
+    )  # fmt: skip
+    figures = []
+    for case, rates in measured.items():
+        size = f"{case.read_bytes // 1024}k"
+        for name, rival in ((f"nvme_{size}_vs_fio", nvme.FIO), (f"nvme_vs_memmap_{size}", nvme.MEMMAP)):
+            if rates.get(rival):
+                figures += _compared(name, f"nvme_{size}", "reads/s", rates[""], rival, rates[rival])
+            else:
+                figures.append(Figure.not_run(name, f"{rival} is missing; apt-get install fio"))
+    return figures
+
+
+def _ingest(settings: Settings) -> list[Figure]:
+    size = settings.ingest_tokens * LAYERS * LANES * RECORD_BYTES
+    ours, theirs = [], []
+    try:
+        for _ in range(settings.repeats):
+            with scratch(settings.directory) as directory:
+                ours.append(size / _stored_s(Path(directory), settings.ingest_tokens))
+                theirs.append(write_bytes_per_s(Path(directory) / "rival", WRITE_BYTES, size, WRITE_DEPTH))
+    except NotRun as error:
+        return [Figure.not_run("ingest_vs_disk", str(error))]
+    return _compared("ingest_vs_disk", "ingest", "B/s", ours, "fio, in order", theirs)
+
+
+def _stored_s(directory: Path, tokens: int) -> float:
+    with (
+        PrivateDaemon(directory / "store", nvme.DRAM_BYTES) as daemon,
+        StoredDocument(daemon, tokens, layers=LAYERS, lanes=LANES) as stored,
+    ):
+        return stored.stored_s
+
+
+def _gather(settings: Settings) -> list[Figure]:
+    figures = []
+    with scratch() as directory:
+        bare = compiled("bare_gather", Path(directory))
+        for threads in settings.threads:
+            ours, theirs = [], []
+            with gather.warm_documents(threads, settings.gather_tokens, settings.gather_records) as documents:
+                for seed in range(settings.repeats):
+                    ours.append(
+                        gather.random_gb_per_s(documents, settings.gather_records, settings.gather_tickets, seed)
+                    )
+                    theirs.append(_bare_gb_per_s(bare, threads, settings))
+            figures += _compared(f"gather_vs_bare.{threads}", f"gather.{threads}", "GB/s", ours, "bare loop", theirs)
+    return figures
+
+
+def _bare_gb_per_s(program: Path, threads: int, settings: Settings) -> float:
+    source_mib = gather.LAYERS * gather.LANES * settings.gather_tokens * RECORD_BYTES >> 20
+    numbers = (threads, max(1, source_mib), RECORD_BYTES, settings.gather_records, settings.gather_tickets)
+    done = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    return float(done.stdout)
+
+
+def _ticket(settings: Settings) -> list[Figure]:
+    (hot,) = (case for case in ring.CASES if case.name == "ticket_hot")
+    (measured,) = ring.measure(settings.rounds, settings.repeats, [hot])
+    return [Figure("ticket_hot_vs_pingpong", measured.ratio, "x", runs=measured.runs), measured]
+
+
+def _compared(
+    name: str, what: str, unit: str, ours: Sequence[float], rival: str, theirs: Sequence[float]
+) -> list[Figure]:
+    """The ratio under its own name, and what it is of."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return [Figure.of_runs(name, ratios, "x"), Figure.of_runs(what, ours, unit, rival, theirs)]
+
+
+PARTS: dict[str, Callable[[Settings], list[Figure]]] = {
+    "nvme": _nvme, "ingest": _ingest, "gather": _gather, "ticket": _ticket,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

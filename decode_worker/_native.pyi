@@ -1,6 +1,6 @@
 """The worker's native side: ring producer (csrc/ring) and CPU kernels (csrc/cpu). All calls release the GIL."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ DTYPE_FLOAT32: int
 DTYPE_BFLOAT16: int
 DTYPE_FLOAT16: int
 DTYPE_UINT8: int
+DTYPE_INT8: int
+DTYPE_INT4: int
 
 class RingError(RuntimeError): ...
 class NoCredit(RingError): ...  # the oldest ticket has not been consumed or collected yet
@@ -80,6 +82,18 @@ class RingProducer:
     def wait(self, seq: int, timeout_us: int, spin_us: int = 30) -> NDArray[np.uint32]:
         """Like poll, but until every run is terminal; the ticket is then collected (its cells read). At the deadline
         poisons the ring and raises RingTimeout. Spins, then sleeps on the futex; a signal's handler may end it."""
+    def round_trips(
+        self,
+        op: int,
+        layer: int,
+        runs: NDArray[np.void],
+        pairs: NDArray[np.uint32],
+        rounds: int,
+        timeout_us: int,
+        spin_us: int,
+    ) -> NDArray[np.uint64]:
+        """ns[rounds] from post to answer, one ticket after the other, without what Python costs. RingError: a run
+        failed."""
     def begin_steps(self) -> None:
         """Of a ring that was registered as a device's (RingPoisoned, RuntimeError for another one): the device may post
         from here on. Before each launch, and again before 3/4 of the worker's wait have passed without an answer."""
@@ -107,12 +121,16 @@ def _set_level(level: int) -> None: ...
 def attend(
     query: NDArray[np.float32],  # [B, H * g, d]
     window: NDArray[np.uint8],
-    base: NDArray[np.uint64],  # [B, H] byte offset of place 0
-    ranges: NDArray[np.int32],  # [B, H, R, 2] (first place, count), R at most 3; count 0 is skipped
-    places: NDArray[np.int32],  # [B, H, K]
-    counts: NDArray[np.int32],  # [B, H] how many of `places` count
-    dtype: int,
-    record_bytes: int,
+    held: Sequence[
+        tuple[  # of one or two kinds of records
+            NDArray[np.uint64],  # [B, H] byte offset of place 0
+            NDArray[np.int32],  # [B, H, R, 2] (first place, count), R at most 3; count 0 is skipped
+            NDArray[np.int32],  # [B, H, K] places
+            NDArray[np.int32],  # [B, H] how many of them count
+            int,  # dtype
+            int,  # record_bytes
+        ]
+    ],
     scale: float,
     threads: int,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -135,7 +153,7 @@ def similarity(
     label: NDArray[np.float32],  # [B, H, g, d]
     weights: NDArray[np.float32],  # [H, g]
     cos_floor: float,
-) -> NDArray[np.float32]:
+) -> NDArray[np.float64]:
     """docs/qsac.md step 3, [B, H]; NaN where a norm is zero (a NaN is never above tau)."""
 
 def hash_encode(
@@ -196,8 +214,9 @@ class Step:
         whole: bool,
         stamp: int,
         cos_floor: float,
-        dtype: int,
-        record_bytes: int,
+        kinds: Sequence[
+            tuple[int, int]
+        ],  # (dtype, record_bytes) of the worker's records, then of packs' if another one
         scale: float,
         threads: int,
         stale_fails: bool,

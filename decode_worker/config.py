@@ -16,6 +16,7 @@ from decode_worker.policy.presets import PRESETS
 from decode_worker.policy.reuse.base import REUSES
 from decode_worker.retrieval.base import RETRIEVERS
 from decode_worker.window.kinds import WINDOWS
+from kvstore_service.client import RECORD_ORDERS
 from kvstore_service.shared.settings import (
     ConfigError,
     Key,
@@ -67,7 +68,8 @@ class WorkerConfig:
     compute: str = "float32"
     weights: str = "compute"
     storage: str = "bfloat16"
-    order: str = "clustered"
+    record_kind: str = "model"
+    order: str = "pack"
     staging_bytes: int = 16 << 20
     wait_ms: int = 2000
     stale: str = "use"
@@ -173,7 +175,13 @@ KEYS = (
     Key("compute", None, choice("float32", "bfloat16"), "dtype of the computation"),
     Key("weights", None, choice("compute", "int8"), "matrices of a decode step: the computation's dtype, or int8"),
     Key("storage", None, choice("float32", "bfloat16"), "dtype of stored K and V"),
-    Key("order", None, choice("clustered", "token"), "order of records in a pack"),
+    Key(
+        "record_kind",
+        None,
+        choice("model", "int8", "int4"),
+        "records of packs: in `storage`, or quantised; tails and resident heads never are",
+    ),
+    Key("order", None, choice(*RECORD_ORDERS[1:]), "of the records in a pack's segments"),
     Key("staging_bytes", None, size(1 << 16), "memory through which packs are written"),
     Key("wait_ms", None, count(1, 600_000), "deadline of every wait for the daemon"),
     Key("stale", None, choice("use", "fail"), "after a failed fetch: use the old set, or fail"),

@@ -21,6 +21,7 @@ from decode_worker.store_calls import StoreCalls
 from decode_worker.transport import Posted, Transport
 from decode_worker.work import Pause, Pieces
 from kvstore_service.client import (
+    RECORD_ORDERS,
     CommittedPack,
     PackImportance,
     PackRef,
@@ -61,7 +62,7 @@ class PackDraft:
 
 
 class PackWriter:
-    """`clustered=False` keeps records in token order. StoreError on whatever the store refuses.
+    """`order`: one of packing.ORDERS. StoreError on whatever the store refuses.
 
     Drafts of several prompts and tails may be on their way at once. `reserve`, `seal` and `abort` only call the store,
     and may do so in another thread than the one that does the pieces."""
@@ -75,7 +76,7 @@ class PackWriter:
         catalogue: PackCatalogue,
         calls: StoreCalls,
         *,
-        clustered: bool,
+        order: str,
     ) -> None:
         self._records = records
         self._retriever = retriever
@@ -83,7 +84,7 @@ class PackWriter:
         self._transport = transport
         self._catalogue = catalogue
         self._calls = calls
-        self._clustered = clustered
+        self._order, self._number = packing.ORDERS[order], RECORD_ORDERS.index(order)
 
     def reserve(
         self, session_id: str, reservations: Sequence[PackReservation], compete: bool = False
@@ -92,6 +93,7 @@ class PackWriter:
         been looked at, if stored packs are damaged: reserve again, and they are written anew."""
         if not reservations:
             return []
+        reservations = [replace(item, record_order=self._number) for item in reservations]
         answers = self._client.reserve_pack(session_id, reservations, compete)
         drafts = [PackDraft(*pair) for pair in zip(reservations, answers, strict=True)]
         try:
@@ -136,7 +138,7 @@ class PackWriter:
         if draft.stored_order is not None:
             order = draft.stored_order[layer]
         elif order is None:
-            order = self._order(rounded, importance)
+            order = packing.record_order(self._order, rounded, importance)
         rounded, keys, values = rounded.cpu(), keys.cpu(), values.cpu()
         draft.orders.append(order)
         draft.index_layers.append(self._retriever.build(layer, rounded.numpy(), order))
@@ -144,11 +146,6 @@ class PackWriter:
             yield from self._transport.staging.room(self._records.staged_bytes(len(keys)))
             self._stage(draft, layer, keys, values, order)
         yield None
-
-    def _order(self, keys: torch.Tensor, importance: torch.Tensor) -> NDArray[np.uint16]:
-        if self._clustered:
-            return packing.clustered_order(keys.transpose(0, 1), importance)
-        return packing.token_order(keys.shape[1], len(keys))
 
     def _stage(
         self, draft: PackDraft, layer: int, keys: torch.Tensor, values: torch.Tensor, order: NDArray[np.uint16]
@@ -250,7 +247,7 @@ class PackWriter:
 
     def _hint(self, session_id: str, packs: Sequence[IndexedPack]) -> None:
         """Tells the store which records are worth its memory: the important class at the front of each segment."""
-        if not self._clustered or not packs:
+        if not self._order.hot_first or not packs:
             return
         self._client.hint_importance(
             session_id,

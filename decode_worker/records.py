@@ -1,46 +1,68 @@
-"""The bytes of one record: K[d] ‖ V[d] of one token and one KV head, in the storage dtype."""
+"""The bytes of one record: K[d] ‖ V[d] of one token and one KV head, in the storage dtype or quantised."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
+from decode_worker.quantised import quantised, restored
 
 STORAGE_DTYPES = {
     "float32": (_native.DTYPE_FLOAT32, torch.float32),
     "bfloat16": (_native.DTYPE_BFLOAT16, torch.bfloat16),
 }
+QUANTISED = {"int8": (_native.DTYPE_INT8, 8), "int4": (_native.DTYPE_INT4, 4)}
 RECORD_ALIGN = 64
 
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How K and V of one token and KV head lie in a record."""
+    """How K and V of one token and KV head lie in a record of a pack.
+
+    storage: float32 | bfloat16, the dtype that they are rounded to first. kind: model, where they stay that, or one of
+    QUANTISED."""
 
     kv_heads: int
     head_dim: int
-    storage: str  # float32 | bfloat16
+    storage: str
+    kind: str = "model"
+
+    @property
+    def own(self) -> RecordFormat:
+        """Of the tokens that no pack holds yet, and of resident heads: never quantised."""
+        return replace(self, kind="model")
+
+    @property
+    def quantised(self) -> bool:
+        return self.kind in QUANTISED
+
+    @property
+    def name(self) -> str:
+        """What it adds to the identity of KV."""
+        return f"{self.storage}, {self.kind}" if self.quantised else self.storage
 
     @property
     def code(self) -> int:
-        return STORAGE_DTYPES[self.storage][0]
+        """enum Dtype in csrc/core/pack.h."""
+        return QUANTISED[self.kind][0] if self.quantised else STORAGE_DTYPES[self.storage][0]
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Of K and V before they are quantised."""
         return STORAGE_DTYPES[self.storage][1]
 
     @property
     def record_bytes(self) -> int:
-        used = 2 * self.head_dim * self.torch_dtype.itemsize
-        return -(-used // RECORD_ALIGN) * RECORD_ALIGN
+        return -(-2 * self._half_bytes // RECORD_ALIGN) * RECORD_ALIGN
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """x as the store returns it, widened to float32."""
-        return x.to(self.torch_dtype).float()
+        """x [..., d] as the store returns it, widened to float32."""
+        x = x.to(self.torch_dtype).float()
+        return restored(quantised(x, self._bits), self._bits) if self.quantised else x
 
     def staged_bytes(self, tokens: int) -> int:
         """Staging memory of one layer of a pack: per head the records, then the map."""
@@ -60,18 +82,36 @@ class RecordFormat:
         at = head * self._head_bytes(tokens)
         record_end = at + tokens * self.record_bytes
         records = torch.from_numpy(part[at:record_end]).view(tokens, self.record_bytes)
-        half = self.head_dim * self.torch_dtype.itemsize
         index = torch.from_numpy(order.astype(np.int64))
-        records[:, :half] = keys.to(self.torch_dtype)[index].view(torch.uint8)
-        records[:, half : 2 * half] = values.to(self.torch_dtype)[index].view(torch.uint8)
+        self.pack(keys[index], values[index], records)
         part[record_end : record_end + 2 * tokens] = order.view(np.uint8)
         return at
 
+    def pack(self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor) -> None:
+        """K, V [n, d] -> `records`, uint8 [n, record_bytes]; what lies behind V stays as it is."""
+        half = self._half_bytes
+        records[:, :half] = self._bytes_of(keys)
+        records[:, half : 2 * half] = self._bytes_of(values)
+
     def unpack(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Records uint8 [..., record_bytes] -> K, V [..., d] in the storage dtype."""
-        half = self.head_dim * self.torch_dtype.itemsize
+        """Records uint8 [..., record_bytes] -> K, V [..., d] in the storage dtype; float32 of what was quantised."""
+        half = self._half_bytes
+        if self.quantised:
+            return restored(raw[..., :half], self._bits), restored(raw[..., half : 2 * half], self._bits)
         pair = raw[..., : 2 * half].contiguous().view(self.torch_dtype)
         return pair[..., : self.head_dim], pair[..., self.head_dim :]
+
+    @property
+    def _bits(self) -> int:
+        return QUANTISED[self.kind][1] if self.quantised else 8 * self.torch_dtype.itemsize
+
+    @property
+    def _half_bytes(self) -> int:
+        return self.head_dim * self._bits // 8
+
+    def _bytes_of(self, x: torch.Tensor) -> torch.Tensor:
+        stored = x.to(self.torch_dtype)
+        return quantised(stored, self._bits) if self.quantised else stored.view(torch.uint8)
 
     def _head_bytes(self, tokens: int) -> int:
         map_bytes = -(-2 * tokens // RECORD_ALIGN) * RECORD_ALIGN

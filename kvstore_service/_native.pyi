@@ -17,6 +17,8 @@ PACK_TOKENS_MAX: int
 PACK_VERSION: int
 RING_VERSION: int
 WINDOW_KINDS: tuple[str, ...]  # the best one first
+TIER_POLICIES: tuple[str, ...]  # which frames of DRAM go; the best one first
+ACCESS_FIELDS: tuple[tuple[str, str], ...]  # of an access as `drain_accesses` has it, for numpy.dtype
 DEVICE_WINDOW_KINDS: tuple[str, ...]  # of those, the ones whose memory the data plane allocates on a device
 
 class NativeError(RuntimeError):
@@ -46,6 +48,7 @@ class PackSpec:
         kinds: Sequence[KindSpec],
         tokens: int,
         extent_blocks: int,
+        record_order: int = 0,
     ) -> None: ...
     pack_id: bytes
     build: bytes
@@ -55,6 +58,7 @@ class PackSpec:
     kinds: list[KindSpec]
     tokens: int
     extent_blocks: int
+    record_order: int
     file_bytes: int
     def segment_bytes(self, kind: int) -> int: ...
 
@@ -94,11 +98,13 @@ def copy_shim_set(
     reorder: bool = False,
     seed: int = 0,
     only_thread: int = -1,
+    dawdle_us: int = 0,
 ) -> None:
     """Only in test builds, for every data plane in the process: stop the copy threads' serving, or that of
     `only_thread` (no tickets, copies or heartbeats, as if the daemon were stopped; they still run commands such as
     remove_worker), delay each run before its first copy (exactly delay_us, or uniformly up to it), end every n-th run
-    in ERROR/INTERNAL after half of its copies, begin the runs of a ticket in random order."""
+    in ERROR/INTERNAL after half of its copies, begin the runs of a ticket in random order, dawdle up to dawdle_us while
+    frames are held that are copied from."""
 
 def alloc_shim_set(nth: int = 0, times: int = 1, strange: bool = False) -> None:
     """Only in test builds: allocations [nth, nth + times) of the copy threads, counted from now and from 1, throw
@@ -107,17 +113,24 @@ def alloc_shim_set(nth: int = 0, times: int = 1, strange: bool = False) -> None:
 def alloc_shim_count() -> int:
     """Only in test builds: allocations of the copy threads since the last `alloc_shim_set`."""
 
-class ClockPolicy:
-    """The eviction policy of the frames, by itself. `victim` and `coldest` return 2**32 - 1 if there is none."""
+class TierPolicy:
+    """One of TIER_POLICIES by itself. A frame is among its owner's, and, unless that one is alone, among everybody's
+    (owner -1); each is a domain that a victim is chosen in. INVALID_ARGUMENT for another name."""
 
-    def __init__(self, frames: int) -> None: ...
-    def admit(self, frame: int, weight: int) -> None: ...
-    def use(self, frame: int) -> None: ...
+    def __init__(self, name: str, frames: int) -> None: ...
+    def admit(self, frame: int, key: int, weight: int = 0, owner: int = 0, alone: bool = False) -> None:
+        """`key` names the extent; `weight` (0..7): so many times it is passed over unused."""
+    def use(self, frames: Sequence[int]) -> None: ...
+    def weigh(self, frame: int, weight: int) -> None: ...
     def remove(self, frame: int) -> None: ...
-    def victim(self) -> int:
+    def victim(self, owner: int = -1, pinned: Sequence[int] = (), looks: int = 1024) -> int | None:
         """For a read that somebody waits for: wears down uses and weights."""
-    def coldest(self) -> int:
+    def coldest(self, owner: int = -1, pinned: Sequence[int] = ()) -> int | None:
         """For a read ahead: only a frame without use and weight, and nothing wears down."""
+
+def replay(policy: str, frames: int, keys: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """For each access, by the extent's key, whether a tier of one owner, empty at first, would have had it: 0 or 1.
+    INVALID_ARGUMENT for a policy that is none, or no frames."""
 
 class FairRounds:
     """The fair rounds of a copy thread, by themselves: leaves under owners. `next` is 2**32 - 1 if none has work."""
@@ -128,6 +141,16 @@ class FairRounds:
     def rest(self, leaf: int) -> None: ...
     def charge(self, leaf: int, bytes: int) -> None: ...
     def next(self) -> int: ...
+
+DISK_COST: tuple[float, float, float]
+"""Microseconds of a busy disk for a request, a KiB of it, and each piece of memory beyond its first: defaults."""
+
+def measure_disk(directory: str) -> tuple[float, float, float]:
+    """The same, by reads of an unlinked file in `directory`: some 30 ms. RESOURCE_EXHAUSTED on a full disk, UNAVAILABLE
+    where a call fails, FAILED_PRECONDITION without O_DIRECT."""
+
+def through_blocks(disk_cost: tuple[float, float, float]) -> int:
+    """Blocks that cost less to read through than a second request does; at most 16."""
 
 class DataPlane:
     """Frames, packs, rings, windows and the copy threads of one daemon."""
@@ -144,6 +167,8 @@ class DataPlane:
         gdr_library: str = "libgdrapi.so.2",
         gpu: int = 0,
         arena_bytes: int = 0,
+        tier_policy: str = "clock",
+        disk_cost: tuple[float, float, float] = ...,
     ) -> None:
         """Allocates frames (anonymous huge-page memory), starts `copy_threads` threads, each with its own io_uring.
 
@@ -151,7 +176,9 @@ class DataPlane:
         exceeded). Packs of another extent_blocks are not opened. `window`, where windows lie, is of WINDOW_KINDS, or
         auto, all kinds that work here. `arena_bytes`, part of dram_bytes: what an owner whose workers pull gets for
         itself; 0: nobody can. FAILED_PRECONDITION for one that does not; `cuda_library`, `gdr_library` and
-        `gpu` are what those in a device's memory need."""
+        `gpu` are what those in a device's memory need. `tier_policy`, what leaves DRAM first, is of TIER_POLICIES. No
+        more than `through_blocks(disk_cost)` between blocks that are wanted are read through rather than make a second
+        request."""
     window_kinds: list[str]
     """What there is, the best one first."""
     windows_refused: list[tuple[str, str]]
@@ -275,6 +302,8 @@ class DataPlane:
         INVALID_ARGUMENT below dram_quota_min."""
     def owners(self) -> dict[int, int]:
         """Frames by owner, of all that have some."""
+    def moved(self) -> dict[int, int]:
+        """Bytes that went to each owner's workers since the start, of all that had some."""
 
     # figures
     def stats(self) -> dict[str, int]:
@@ -295,6 +324,24 @@ class DataPlane:
 
         ticket_gather, ticket_range, ticket_store: from the moment a ticket is taken to its last cell.
         read_decode, read_bulk, read_ahead: single disk reads."""
+    def trace_accesses(self, seconds: int) -> None:
+        """From now on, for so many seconds, the extents that runs want are kept for `drain_accesses`.
+        FAILED_PRECONDITION: somebody traces already."""
+    def drain_accesses(self) -> tuple[bytes, int]:
+        """(records of ACCESS_FIELDS since the last call, how many were dropped so far, because more than 131,072 were
+        waiting). FAILED_PRECONDITION: nobody traces."""
+    def end_accesses(self) -> None:
+        """Gives back all that tracing takes. Idempotent."""
+    def waits(
+        self, worker: int, slot: int, lanes: int = 8
+    ) -> tuple[dict[str, dict[str, int]], list[tuple[int, int, int, int, int]]]:
+        """Where the time of a slot's runs went since it was bound, in all. FAILED_PRECONDITION: it is not bound.
+
+        {"gather": ..., "range": ..., "store": of the worker's STORE runs}, each {queue_ns (from its ticket's taking
+        on, for its turns), pins_ns (planning, frames, planning memory), disk_ns (its transfers, or another's read of
+        the same blocks), copy_ns, commit_ns (fence, cell, wake), slowest_ns (one run, without its commit), runs,
+        failed, extent_hits, extent_misses, read_bytes, moved_bytes}; and of the lanes whose runs waited longest for
+        disk and frames (layer, lane, runs that did, ns in all, ns of the slowest)."""
     def drain_trace(self) -> NDArray[np.uint64]:
         """Copy times of tickets since the last call (a bounded ring of the latest 4096), uint64[n, 6]:
         (worker << 16 | ring, seq, step << 16 | layer, seen_ns, first_copy_ns or 0, done_ns), CLOCK_MONOTONIC."""

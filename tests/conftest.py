@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from decode_worker.config import ENVIRONMENT
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported, which others than we may do
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+
+# A shell starts with SIGINT ignored what it leaves in the background; so would be what tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
 # They leave something in /dev/shm meanwhile, or look for what is left.

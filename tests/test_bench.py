@@ -13,7 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from bench import comparison, decode, gather, gpu_facts, isolation, nvme, products, restore, ring, scale, sessions
+from bench import (
+    comparison,
+    decode,
+    gather,
+    gpu_facts,
+    isolation,
+    nvme,
+    products,
+    restore,
+    ring,
+    scale,
+    sessions,
+    store,
+)  # fmt: skip
 from bench.decoder import HITS
 from bench.rivals import RIVALS, NotRun, Problem, llama_cpp
 from decode_worker.figures import Figure, print_json
@@ -89,8 +102,25 @@ def test_gather(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nvme(capsys: pytest.CaptureFixture[str]) -> None:
     figures = nvme.measure(Path("/var/tmp"), tokens=8192, reads=32, tickets=8, repeats=1, depth=8)
-    others = {"liburing in Python", "pread threads"}
-    assert rivals(printed(figures, capsys)) == {"cold_scattered_4k": others, "cold_clustered_16k": others}
+    others = {"liburing in Python", "pread threads", "numpy.memmap"} | ({"fio"} if shutil.which("fio") else set())
+    names = {"cold_scattered_4k", "cold_clustered_16k", "cold_long_64k"}
+    assert rivals(printed(figures, capsys)) == dict.fromkeys(names, others)
+
+
+@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("cc")), reason="rivals are compiled when they run")
+def test_store(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every ratio is there by its name; without fio those that need it say so."""
+    few = store.Settings(
+        repeats=1, nvme_tokens=8192, nvme_tickets=4, depth=8, ingest_tokens=1024, gather_tokens=2048,
+        gather_records=256, gather_tickets=4, rounds=20,
+    )  # fmt: skip
+    shown = printed(store.measure(few, store.PARTS), capsys)
+    ratio = {figure["name"]: figure["value"] for figure in shown if figure["rival"] is None}
+    of_fio = {"nvme_4k_vs_fio", "nvme_64k_vs_fio", "ingest_vs_disk"}
+    assert set(ratio) == of_fio | {
+        "nvme_vs_memmap_4k", "nvme_vs_memmap_64k", "gather_vs_bare.1", "gather_vs_bare.2", "ticket_hot_vs_pingpong",
+    }  # fmt: skip
+    assert {name for name, value in ratio.items() if value is None} == (set() if shutil.which("fio") else of_fio)
 
 
 def test_isolation(capsys: pytest.CaptureFixture[str]) -> None:

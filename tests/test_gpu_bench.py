@@ -15,7 +15,7 @@ import torch
 
 from bench import gpu_decode
 from bench.floor_tables import tables
-from bench.floors import Cell, Load, Model, Rates, crossing, most_delta
+from bench.floors import Cell, Load, Model, Rates, break_even, crossing, most_delta
 from bench.full_attention import FullAttention, prefill
 from bench.gpu_cells import VARIANTS, Behind, Bench, Settings, label
 from bench.gpu_decode import PARTS, SHAPES, Plan, Results, measure
@@ -308,8 +308,9 @@ def test_bytes_of_a_step(policy: str, missing: float, part: float, selected: int
     assert cell.attended_bytes == 2 * 512 * (2 * 1000 + 4 * selected)
     assert cell.scanned_bytes == pytest.approx(2 * missing * 4 * 1000 * 36)
     assert cell.moved_bytes == pytest.approx(2 * missing * part * 4 * selected * 512)
+    queries = 2 * 2 * 256 * 4 * 128  # once more, of the two layers that select: predicted a layer ahead
     assert cell.memory_bytes == pytest.approx(
-        model.read_bytes + cell.attended_bytes + cell.scanned_bytes + cell.moved_bytes
+        model.read_bytes + queries + cell.attended_bytes + cell.scanned_bytes + cell.moved_bytes
     )
     assert cell.bus_us(RATES) == pytest.approx(cell.moved_bytes / 10_000)
     assert cell.device_bytes == model.held_bytes + 2 * (cell.geometry.device_bytes + 4 * 1000 * 36)
@@ -320,7 +321,7 @@ def test_full_attention_reads_everything_and_moves_nothing() -> None:
     assert cell.attended_bytes == 4 * (128 << 10) * (128 << 10)
     assert cell.scanned_bytes == cell.moved_bytes == 0
     assert cell.launches() == 32 * (9 + 2)
-    assert Cell(LLAMA, "qsac", 4, 128 << 10).launches() == 32 * 9 + 31 * 6 + 2
+    assert Cell(LLAMA, "qsac", 4, 128 << 10).launches() == 32 * 9 + 31 * (3 + 6) + 2
     by_hand_us = (cell.model.read_bytes + cell.attended_bytes) / 1e6 + 352
     assert cell.step_us(RATES) == pytest.approx(by_hand_us)
     assert cell.tokens_per_s(RATES) == pytest.approx(4e6 / by_hand_us)
@@ -340,6 +341,7 @@ def test_break_even() -> None:
     cell = Cell(LLAMA, "qsac", 1, context, Load(missing=0.2, delta=0.5, budget=0.1))
     assert cell.bus_us(RATES) == pytest.approx(cell.offloaded_heads * context * 512 / 1e6, rel=1e-3)
     assert most_delta(cell, RATES, cell.bus_us(RATES) / 2) == pytest.approx(0.25)
+    assert break_even(cell, RATES, cell.bus_us(RATES) / 2) == pytest.approx(0.2 * 0.1 * 0.25, rel=1e-3)
     assert crossing([(0.0, 1.0), (0.1, 3.0), (0.2, 7.0)], 5.0) == pytest.approx(0.15)
     assert crossing([(0.0, 1.0), (0.1, 3.0)], 5.0) is None
     assert crossing([(0.1, 6.0), (0.2, 7.0)], 5.0) is None

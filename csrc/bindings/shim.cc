@@ -49,11 +49,11 @@ void bind_shim(nb::module_& m) {
   m.def(
       "copy_shim_set",
       [](bool stopped, uint32_t delay_us, bool delay_random, uint32_t fail_every, bool reorder, uint64_t seed,
-         int only_thread) {
-        shim::set_copy_rules({stopped, only_thread, delay_us, delay_random, fail_every, reorder, seed});
+         int only_thread, uint32_t dawdle_us) {
+        shim::set_copy_rules({stopped, only_thread, delay_us, delay_random, fail_every, reorder, dawdle_us, seed});
       },
       "stopped"_a = false, "delay_us"_a = 0, "delay_random"_a = false, "fail_every"_a = 0, "reorder"_a = false,
-      "seed"_a = 0, "only_thread"_a = -1);
+      "seed"_a = 0, "only_thread"_a = -1, "dawdle_us"_a = 0);
   m.def("alloc_shim_set", &shim::fail_allocations, "nth"_a = 0, "times"_a = 1, "strange"_a = false);
   m.def("alloc_shim_count", &shim::allocations);
 }

@@ -7,16 +7,20 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
+#include <optional>
 #include <tuple>
 
 #include "core/pull.h"
 #include "store/crc32c.h"
 #include "store/data_plane.h"
-#include "store/eviction.h"
 #include "store/schedule.h"
+#include "store/tier/policy.h"
+#include "store/tier/replay.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -45,7 +49,7 @@ nb::bytes get_bytes(const uint8_t (&from)[N]) {
 
 PackHeader make_header(const nb::bytes& pack_id, const nb::bytes& build, const nb::bytes& parent,
                        const nb::bytes& fingerprint, uint32_t layers, const std::vector<KindHeader>& kinds,
-                       uint32_t tokens, uint32_t extent_blocks) {
+                       uint32_t tokens, uint32_t extent_blocks, uint32_t record_order) {
   if (kinds.empty() || kinds.size() > kKindsMax) throw invalid_argument("kinds: there must be 1..4");
   PackHeader h{};
   set_bytes(h.pack_id, pack_id, "pack_id");
@@ -57,6 +61,7 @@ PackHeader make_header(const nb::bytes& pack_id, const nb::bytes& build, const n
   std::copy(kinds.begin(), kinds.end(), h.kinds);
   h.tokens = tokens;
   h.extent_blocks = extent_blocks;
+  h.record_order = record_order;
   check_shape(h);
   lay_out(h);
   return h;
@@ -142,6 +147,30 @@ nb::object drain_trace(DataPlane& plane) {
   return to_array(std::move(flat), {rows, std::tuple_size_v<TraceRow>});
 }
 
+constexpr const char* kWaitNames[] = {"queue_ns", "pins_ns", "disk_ns", "copy_ns", "commit_ns"};
+static_assert(std::size(kWaitNames) == size_t(Wait::kCount));
+
+nb::tuple waits(DataPlane& plane, uint32_t worker, uint32_t slot, size_t lanes) {
+  SlotWaits found;
+  {
+    nb::gil_scoped_release release;
+    found = plane.waits(worker, slot, lanes);
+  }
+  nb::dict ops;
+  for (const auto& [name, w] : found.ops) {
+    nb::dict op;
+    for (size_t i = 0; i < w.ns.size(); ++i) op[kWaitNames[i]] = w.ns[i];
+    op["runs"] = w.runs, op["failed"] = w.failed, op["slowest_ns"] = w.slowest_ns;
+    op["extent_hits"] = w.hits, op["extent_misses"] = w.misses;
+    op["read_bytes"] = w.read_bytes, op["moved_bytes"] = w.moved_bytes;
+    ops[name.c_str()] = op;
+  }
+  nb::list stalls;
+  for (const Waits::Stalls& s : found.lanes)
+    stalls.append(nb::make_tuple(s.layer, s.lane, s.stalls, s.ns, s.slowest_ns));
+  return nb::make_tuple(ops, stalls);
+}
+
 void bind_errors(nb::module_& m) {
   static PyObject* native_error =
       PyErr_NewExceptionWithDoc("kvstore_service._native.NativeError",
@@ -175,11 +204,13 @@ void bind_shapes(nb::module_& m) {
       .def(
           "__init__",
           [](PackHeader* self, nb::bytes pack_id, nb::bytes build, nb::bytes parent, nb::bytes fingerprint,
-             uint32_t layers, const std::vector<KindHeader>& kinds, uint32_t tokens, uint32_t extent_blocks) {
-            new (self)
-                PackHeader(make_header(pack_id, build, parent, fingerprint, layers, kinds, tokens, extent_blocks));
+             uint32_t layers, const std::vector<KindHeader>& kinds, uint32_t tokens, uint32_t extent_blocks,
+             uint32_t record_order) {
+            new (self) PackHeader(
+                make_header(pack_id, build, parent, fingerprint, layers, kinds, tokens, extent_blocks, record_order));
           },
-          "pack_id"_a, "build"_a, "parent"_a, "fingerprint"_a, "layers"_a, "kinds"_a, "tokens"_a, "extent_blocks"_a)
+          "pack_id"_a, "build"_a, "parent"_a, "fingerprint"_a, "layers"_a, "kinds"_a, "tokens"_a, "extent_blocks"_a,
+          "record_order"_a = 0)
       .def_prop_ro("pack_id", [](const PackHeader& h) { return get_bytes(h.pack_id); })
       .def_prop_ro("build", [](const PackHeader& h) { return get_bytes(h.build); })
       .def_prop_ro("parent", [](const PackHeader& h) { return get_bytes(h.parent); })
@@ -187,6 +218,7 @@ void bind_shapes(nb::module_& m) {
       .def_ro("layers", &PackHeader::layers)
       .def_ro("tokens", &PackHeader::tokens)
       .def_ro("extent_blocks", &PackHeader::extent_blocks)
+      .def_ro("record_order", &PackHeader::record_order)
       .def_ro("file_bytes", &PackHeader::file_bytes)
       .def_prop_ro("kinds",
                    [](const PackHeader& h) { return std::vector<KindHeader>(h.kinds, h.kinds + h.kind_count); })
@@ -238,24 +270,80 @@ class FairRounds {
   std::vector<std::unique_ptr<FairNode>> leaves_;
 };
 
-// The eviction policy over all of its frames.
-class Clock : public ClockPolicy {
+// A tier's policy by itself, with owners by number.
+class TierPolicy {
  public:
-  explicit Clock(uint32_t frames) : ClockPolicy(frames), frames_(frames) {}
-  uint32_t next_victim() {
-    return victim(frames_, [this] { return advance(); }, any).value_or(UINT32_MAX);
+  TierPolicy(const std::string& name, uint32_t frames) : policy_(make_policy(name, frames)), frames_(frames) {}
+
+  void admit(uint32_t frame, uint64_t key, uint8_t weight, uint32_t owner, bool alone) {
+    policy_->remove(check(frame));
+    policy_->admit(frame, key, weight, domain(owner), alone ? nullptr : &common_);
   }
-  uint32_t next_coldest() {
-    return coldest(frames_, [this] { return advance(); }, any).value_or(UINT32_MAX);
+  void use(const std::vector<uint32_t>& frames) {
+    for (uint32_t frame : frames) check(frame);
+    policy_->use(frames);
+  }
+  void weigh(uint32_t frame, uint8_t weight) { policy_->weigh(check(frame), weight); }
+  void remove(uint32_t frame) { policy_->remove(check(frame)); }
+  // -1: of everybody's frames.
+  nb::object victim(int64_t owner, const std::vector<uint32_t>& pinned, uint64_t looks) {
+    return found(policy_->victim(domain(owner), except(pinned), looks));
+  }
+  nb::object coldest(int64_t owner, const std::vector<uint32_t>& pinned) {
+    return found(policy_->coldest(domain(owner), except(pinned)));
   }
 
  private:
-  static bool any(uint32_t) { return true; }
-  uint32_t advance() { return hand_++ % frames_; }
+  uint32_t check(uint32_t frame) const {
+    if (frame >= frames_) throw invalid_argument("frame " + std::to_string(frame) + " of " + std::to_string(frames_));
+    return frame;
+  }
+  Domain& domain(int64_t owner) {
+    return owner < 0 ? common_ : owners_.try_emplace(uint32_t(owner), Domain::kOwn).first->second;
+  }
+  static Policy::Evictable except(const std::vector<uint32_t>& pinned) {
+    return [&](uint32_t frame) { return std::find(pinned.begin(), pinned.end(), frame) == pinned.end(); };
+  }
+  static nb::object found(std::optional<uint32_t> frame) { return frame ? nb::int_(*frame) : nb::object(nb::none()); }
 
+  std::unique_ptr<Policy> policy_;
   const uint32_t frames_;
-  uint32_t hand_ = 0;
+  Domain common_{Domain::kCommon};
+  std::map<uint32_t, Domain> owners_;
 };
+
+using Keys = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::object replayed(const std::string& policy, uint32_t frames, Keys keys) {
+  std::vector<uint8_t> hits;
+  {
+    nb::gil_scoped_release release;
+    hits = replay(policy, frames, {keys.data(), keys.shape(0)});
+  }
+  const size_t count = hits.size();
+  return to_array(std::move(hits), {count});
+}
+
+nb::tuple drain_accesses(DataPlane& plane) {
+  std::pair<std::vector<Access>, uint64_t> drained;
+  {
+    nb::gil_scoped_release release;
+    drained = plane.drain_accesses();
+  }
+  const auto& [accesses, dropped] = drained;
+  return nb::make_tuple(nb::bytes(reinterpret_cast<const char*>(accesses.data()), accesses.size() * sizeof(Access)),
+                        dropped);
+}
+
+// As numpy.dtype takes them.
+nb::list access_fields() {
+  nb::list fields;
+  auto add = [&](const char* name, const char* type) { fields.append(nb::make_tuple(name, type)); };
+  add("time_ns", "<u8"), add("pack", "<u8"), add("extent", "<u4"), add("owner", "<u4"), add("worker", "<u4");
+  add("slot_epoch", "<u4"), add("slot", "<u2"), add("layer", "<u2"), add("lane", "<u2"), add("wanted", "<u2");
+  add("records", "<u2"), add("hit", "|u1"), add("bulk", "|u1"), add("unused", "<u4");
+  return fields;
+}
 
 void bind_policy(nb::module_& m) {
   nb::class_<FairRounds>(m, "FairRounds")
@@ -269,22 +357,38 @@ void bind_policy(nb::module_& m) {
           "charge", [](FairRounds& r, uint32_t leaf, uint64_t bytes) { r.leaf(leaf).charge(bytes); }, "leaf"_a,
           "bytes"_a)
       .def("next", &FairRounds::next);
-  nb::class_<Clock>(m, "ClockPolicy")
-      .def(nb::init<uint32_t>(), "frames"_a)
-      .def("admit", &Clock::admit, "frame"_a, "weight"_a)
-      .def("use", &Clock::use, "frame"_a)
-      .def("remove", &Clock::remove, "frame"_a)
-      .def("victim", &Clock::next_victim)
-      .def("coldest", &Clock::next_coldest);
+  nb::class_<TierPolicy>(m, "TierPolicy")
+      .def(nb::init<const std::string&, uint32_t>(), "name"_a, "frames"_a)
+      .def("admit", &TierPolicy::admit, "frame"_a, "key"_a, "weight"_a = 0, "owner"_a = 0, "alone"_a = false)
+      .def("use", &TierPolicy::use, "frames"_a)
+      .def("weigh", &TierPolicy::weigh, "frame"_a, "weight"_a)
+      .def("remove", &TierPolicy::remove, "frame"_a)
+      .def("victim", &TierPolicy::victim, "owner"_a = -1, "pinned"_a = std::vector<uint32_t>(),
+           "looks"_a = Policy::kLooksMax)
+      .def("coldest", &TierPolicy::coldest, "owner"_a = -1, "pinned"_a = std::vector<uint32_t>());
+  m.def("replay", &replayed, "policy"_a, "frames"_a, "keys"_a);
 }
 
+// Microseconds of a request, of a KiB, of a piece.
+using Cost = std::tuple<double, double, double>;
+
+Cost cost_of(const DiskCost& cost) { return {cost.request, cost.kib, cost.piece}; }
+
+DiskCost disk_cost_of(const Cost& cost) { return {std::get<0>(cost), std::get<1>(cost), std::get<2>(cost)}; }
+
 void bind_data_plane(nb::module_& m) {
+  m.attr("DISK_COST") = nb::cast(cost_of(DiskCost()));
+  m.def(
+      "measure_disk", [](const std::string& directory) { return cost_of(measure_disk(directory)); }, "directory"_a,
+      NoGil());
+  m.def("through_blocks", [](const Cost& cost) { return disk_cost_of(cost).through_blocks(); }, "disk_cost"_a);
   nb::class_<DataPlane>(m, "DataPlane")
       .def(
           "__init__",
           [](DataPlane* self, uint64_t dram_bytes, uint32_t io_depth, uint32_t copy_threads, uint32_t spin_us,
              uint32_t extent_blocks, const std::string& window, const std::string& cuda_library,
-             const std::string& gdr_library, int gpu, uint64_t arena_bytes) {
+             const std::string& gdr_library, int gpu, uint64_t arena_bytes, const std::string& tier_policy,
+             const Cost& disk_cost) {
             new (self) DataPlane(DataPlaneOptions{dram_bytes,
                                                   io_depth,
                                                   copy_threads,
@@ -294,11 +398,13 @@ void bind_data_plane(nb::module_& m) {
                                                    .cuda_library = cuda_library,
                                                    .gdr_library = gdr_library,
                                                    .gpu = gpu,
-                                                   .arena_bytes = arena_bytes}});
+                                                   .arena_bytes = arena_bytes},
+                                                  tier_policy,
+                                                  disk_cost_of(disk_cost)});
           },
           "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, "window"_a = "shm",
           "cuda_library"_a = WindowSettings().cuda_library, "gdr_library"_a = WindowSettings().gdr_library, "gpu"_a = 0,
-          "arena_bytes"_a = 0, NoGil())
+          "arena_bytes"_a = 0, "tier_policy"_a = policy_names()[0], "disk_cost"_a = cost_of(DiskCost()), NoGil())
       .def("close", &DataPlane::close, NoGil())
       .def("create_upload", &DataPlane::create_upload, "path"_a, "spec"_a, NoGil())
       .def("upload_missing", &DataPlane::upload_missing, "upload"_a, NoGil())
@@ -333,10 +439,15 @@ void bind_data_plane(nb::module_& m) {
       .def_prop_ro("dram_quota_min", &DataPlane::dram_quota_min)
       .def("set_dram_quota", &DataPlane::set_dram_quota, "owner"_a, "bytes"_a, NoGil())
       .def("owners", &DataPlane::owners)
+      .def("moved", &DataPlane::moved)
       .def("stats", [](DataPlane& plane) { return figures_of(plane, &DataPlane::stats); })
       .def("census", [](DataPlane& plane) { return figures_of(plane, &DataPlane::census); })
       .def("histograms", &histograms)
-      .def("drain_trace", &drain_trace);
+      .def("waits", &waits, "worker"_a, "slot"_a, "lanes"_a = 8)
+      .def("drain_trace", &drain_trace)
+      .def("trace_accesses", &DataPlane::trace_accesses, "seconds"_a)
+      .def("drain_accesses", &drain_accesses)
+      .def("end_accesses", &DataPlane::end_accesses);
 }
 
 }  // namespace
@@ -349,6 +460,8 @@ NB_MODULE(_native, m) {
   m.attr("RING_VERSION") = kRingVersion;
   m.attr("WINDOW_KINDS") = nb::tuple(nb::cast(window_kinds()));
   m.attr("DEVICE_WINDOW_KINDS") = nb::tuple(nb::cast(device_window_kinds()));
+  m.attr("TIER_POLICIES") = nb::tuple(nb::cast(policy_names()));
+  m.attr("ACCESS_FIELDS") = nb::tuple(access_fields());
   m.def("pull_window_bytes", [](uint64_t bytes) { return PullLayout{bytes}.memory_bytes(); }, "window_bytes"_a);
   bind_errors(m);
   bind_shapes(m);

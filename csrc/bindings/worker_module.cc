@@ -1,12 +1,14 @@
 // decode_worker._native: the ring producer and the CPU kernels. Shapes are checked here, once; kernels trust them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "bindings/worker_products.h"
 #include "bindings/worker_ring.h"
@@ -57,13 +59,16 @@ void require_inside(uint64_t base, int64_t first, int64_t count, size_t record_b
           "attend: a place lies outside the window");
 }
 
-// The lanes of [B, H] places, each checked to lie inside the window.
-std::vector<AttendLane> lanes_of(const Window& window, const In<uint64_t, 2>& base, const In<int32_t, 4>& ranges,
-                                 const In<int32_t, 3>& places, const In<int32_t, 2>& counts, size_t record_bytes) {
+// What is attended to in records of one kind: base [B, H], ranges [B, H, R, 2], places [B, H, K], counts [B, H], dtype,
+// record_bytes.
+using Held = std::tuple<In<uint64_t, 2>, In<int32_t, 4>, In<int32_t, 3>, In<int32_t, 2>, int, size_t>;
+
+// Every `step`-th of `lanes`, from `first` on: [B, H] places, each checked to lie inside the window.
+void find_lanes(const Window& window, const Held& held, size_t first, size_t step, std::vector<AttendLane>& lanes) {
+  const auto& [base, ranges, places, counts, dtype, record_bytes] = held;
   const size_t range_count = ranges.shape(2), stride = places.shape(2);
-  std::vector<AttendLane> lanes(base.size());
-  for (size_t i = 0; i < lanes.size(); ++i) {
-    AttendLane& lane = lanes[i];
+  for (size_t i = 0; i < base.size(); ++i) {
+    AttendLane& lane = lanes[i * step + first];
     lane = {.base = window.data() + base.data()[i], .places = places.data() + i * stride, .count = counts.data()[i]};
     for (size_t r = 0; r < range_count; ++r) {
       const int32_t* range = ranges.data() + (i * range_count + r) * 2;
@@ -75,34 +80,42 @@ std::vector<AttendLane> lanes_of(const Window& window, const In<uint64_t, 2>& ba
     for (int32_t k = 0; k < lane.count; ++k) most = std::max(most, static_cast<uint32_t>(lane.places[k]));
     if (lane.count > 0) require_inside(base.data()[i], most, 1, record_bytes, window.size());
   }
-  return lanes;
 }
 
-nb::tuple bind_attend(In<float, 3> query, Window window, In<uint64_t, 2> base, In<int32_t, 4> ranges,
-                      In<int32_t, 3> places, In<int32_t, 2> counts, int dtype, size_t record_bytes, float scale,
-                      int threads) {
-  const size_t batch = base.shape(0), heads = base.shape(1), d = query.shape(2);
-  require(query.shape(0) == batch && heads > 0 && query.shape(1) % heads == 0, "attend: query must be [B, H * g, d]");
-  require(d % 16 == 0 && d > 0, "attend: d must be a multiple of 16");
+void check_held(const Held& held, size_t batch, size_t heads) {
+  const auto& [base, ranges, places, counts, dtype, record_bytes] = held;
+  require(base.shape(0) == batch && base.shape(1) == heads, "attend: base must be [B, H]");
   require(ranges.shape(0) == batch && ranges.shape(1) == heads && ranges.shape(3) == 2 &&
               ranges.shape(2) <= AttendLane::kRanges,
           "attend: ranges must be [B, H, R, 2] with R up to 3");
   require(places.shape(0) == batch && places.shape(1) == heads, "attend: places must be [B, H, K]");
   require(counts.shape(0) == batch && counts.shape(1) == heads, "attend: counts must be [B, H]");
+}
+
+nb::tuple bind_attend(In<float, 3> query, Window window, const std::vector<Held>& held, float scale, int threads) {
+  require(!held.empty() && held.size() <= kRecordKindsMax, "attend: there must be one or two kinds of records");
+  const size_t batch = std::get<0>(held[0]).shape(0), heads = std::get<0>(held[0]).shape(1), d = query.shape(2);
+  require(query.shape(0) == batch && heads > 0 && query.shape(1) % heads == 0, "attend: query must be [B, H * g, d]");
+  require(d % 16 == 0 && d > 0, "attend: d must be a multiple of 16");
   require(threads >= 1, "attend: threads must be at least 1");
+  RecordKind kinds[kRecordKindsMax] = {};
+  for (size_t i = 0; i < held.size(); ++i) {
+    check_held(held[i], batch, heads);
+    kinds[i] = record_kind(std::get<4>(held[i]), int(d), std::get<5>(held[i]));
+  }
   std::unique_ptr<float[]> out(new float[query.size()]), lse(new float[query.size() / d]);
-  const Dtype stored = storage(dtype, d, record_bytes);
   {
     nb::gil_scoped_release release;
-    const std::vector<AttendLane> lanes = lanes_of(window, base, ranges, places, counts, record_bytes);
+    std::vector<AttendLane> lanes(batch * heads * held.size());
+    for (size_t i = 0; i < held.size(); ++i) find_lanes(window, held[i], i, held.size(), lanes);
     attend({.query = query.data(),
             .lanes = lanes.data(),
+            .kinds = {kinds[0], kinds[1]},
+            .kind_count = int(held.size()),
             .batch = int(batch),
             .heads = int(heads),
             .group = int(query.shape(1) / heads),
             .d = int(d),
-            .dtype = stored,
-            .record_bytes = record_bytes,
             .scale = scale,
             .threads = threads,
             .out = out.get(),
@@ -129,13 +142,13 @@ void bind_store_token(Window window, In<uint64_t, 2> base, In<int32_t, 2> place,
   }
 }
 
-nb::ndarray<nb::numpy, float> bind_similarity(In<float, 4> query, In<float, 4> label, In<float, 2> weights,
-                                              float cos_floor) {
+nb::ndarray<nb::numpy, double> bind_similarity(In<float, 4> query, In<float, 4> label, In<float, 2> weights,
+                                               float cos_floor) {
   const size_t batch = query.shape(0), heads = query.shape(1), group = query.shape(2), d = query.shape(3);
   for (int i = 0; i < 4; ++i)
     require(label.shape(i) == query.shape(i), "similarity: label's shape differs from query's");
   require(weights.shape(0) == heads && weights.shape(1) == group, "similarity: weights must be [H, g]");
-  std::unique_ptr<float[]> out(new float[batch * heads]);
+  std::unique_ptr<double[]> out(new double[batch * heads]);
   {
     nb::gil_scoped_release release;
     for (size_t i = 0; i < batch * heads; ++i) {
@@ -197,8 +210,7 @@ NB_MODULE(_native, m) {
   bind_step(m);
   bind_products(m);
   bind_window(m);
-  m.def("attend", &bind_attend, nb::arg("query"), nb::arg("window"), nb::arg("base"), nb::arg("ranges"),
-        nb::arg("places"), nb::arg("counts"), nb::arg("dtype"), nb::arg("record_bytes"), nb::arg("scale"),
+  m.def("attend", &bind_attend, nb::arg("query"), nb::arg("window"), nb::arg("held"), nb::arg("scale"),
         nb::arg("threads"));
   m.def("store_token", &bind_store_token, nb::arg("window"), nb::arg("base"), nb::arg("place"), nb::arg("key"),
         nb::arg("value"), nb::arg("dtype"), nb::arg("record_bytes"));

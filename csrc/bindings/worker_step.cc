@@ -3,12 +3,15 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/worker_ring.h"
@@ -86,6 +89,7 @@ class StateArrays {
     take("issued", heads, state.issued);
     take("stamp", heads * shape.units, state.stamp);
     take("base", heads, state.base);
+    take("own", heads, state.own);
     take("selected", heads, state.selected);
     take("capacity", heads, state.capacity);
     take("chosen", heads, state.chosen);
@@ -128,7 +132,8 @@ class BoundStep {
  public:
   BoundStep(nb::object state, nb::object retriever_select, std::optional<Array<const float>> projection,
             nb::object ring, Array<uint8_t> window, bool reuses, bool keeps, bool whole, int stamp, float cos_floor,
-            int dtype, size_t record_bytes, float scale, int threads, bool stale_fails, uint64_t wait_us)
+            const std::vector<std::pair<int, size_t>>& kinds, float scale, int threads, bool stale_fails,
+            uint64_t wait_us)
       : arrays_(std::move(state)),
         ring_object_(std::move(ring)),
         ring_(ring_object_.is_none() ? nullptr : nb::cast<RingProducer*>(ring_object_)),
@@ -137,8 +142,7 @@ class BoundStep {
         kept_(arrays_.state.shape.slots) {
     const HeadState::Shape& shape = arrays_.state.shape;
     require(shape.d % 16 == 0, "head_dim must be a multiple of 16");
-    require(dtype == 1 || dtype == 2, "dtype must be 1 (float32) or 2 (bfloat16)");
-    require(2 * size_t(shape.d) * (dtype == 1 ? 4 : 2) <= record_bytes, "a key and a value do not fit record_bytes");
+    require(kinds.size() == 1 || kinds.size() == 2, "kinds must be those of the worker's records and of packs");
     require(threads >= 1, "threads must be at least 1");
     require(shape.group <= kHashGroupMax, "a KV head must have at most 128 query heads");
     require(stamp >= 0 && stamp <= 2, "stamp must be 0 (none), 1 (step) or 2 (count)");
@@ -154,7 +158,10 @@ class BoundStep {
       selector_ = std::make_unique<PythonSelector>(maps_, std::move(retriever_select), shape.group, shape.d);
     }
     const LookUpRules rules{{keeps, whole, static_cast<CacheRule::Stamp>(stamp)}, reuses, cos_floor, threads};
-    const StepSettings settings{static_cast<Dtype>(dtype), record_bytes, scale, threads, stale_fails, wait_us};
+    const RecordKind own = record_kind(kinds.front().first, shape.d, kinds.front().second);
+    const RecordKind stored = record_kind(kinds.back().first, shape.d, kinds.back().second);
+    require(own.dtype == Dtype::kFloat32 || own.dtype == Dtype::kBfloat16, "a worker writes float32 or bfloat16");
+    const StepSettings settings{own, stored, int(kinds.size()), scale, threads, stale_fails, wait_us};
     step_ = std::make_unique<Step>(arrays_.state, maps_, *selector_, rules, settings, window_.data(), window_.size());
   }
 
@@ -297,10 +304,10 @@ void bind_step(nb::module_& m) {
   m.attr("FAULT_NOT_POSTED") = int32_t(StepFault::kNotPosted);
   nb::class_<BoundStep>(m, "Step")
       .def(nb::init<nb::object, nb::object, std::optional<Array<const float>>, nb::object, Array<uint8_t>, bool, bool,
-                    bool, int, float, int, size_t, float, int, bool, uint64_t>(),
+                    bool, int, float, const std::vector<std::pair<int, size_t>>&, float, int, bool, uint64_t>(),
            "state"_a, "select"_a.none(), "projection"_a.none(), "ring"_a.none(), "window"_a.noconvert(), nb::kw_only(),
-           "reuses"_a, "keeps"_a, "whole"_a, "stamp"_a, "cos_floor"_a, "dtype"_a, "record_bytes"_a, "scale"_a,
-           "threads"_a, "stale_fails"_a, "wait_us"_a)
+           "reuses"_a, "keeps"_a, "whole"_a, "stamp"_a, "cos_floor"_a, "kinds"_a, "scale"_a, "threads"_a,
+           "stale_fails"_a, "wait_us"_a)
       .def("extend", &BoundStep::extend, "slot"_a, "first"_a, "order"_a, "codes"_a.none())
       .def("clear", &BoundStep::clear, "slot"_a)
       .def("begin", &BoundStep::begin, "slots"_a.noconvert(), "positions"_a.noconvert(), "rows"_a, "step"_a)

@@ -19,9 +19,27 @@ inline constexpr uint32_t kRecordBytesMax = kBlockBytes;
 inline constexpr uint32_t kRecordAlign = 64;
 inline constexpr uint32_t kKindsMax = 4;
 inline constexpr uint64_t kPackMagic = 0x314b434150474448ull;  // "HDGPACK1"
-inline constexpr uint32_t kPackVersion = 2;
+inline constexpr uint32_t kPackVersion = 3;
 
-enum class Dtype : uint32_t { kFloat32 = 1, kBfloat16 = 2, kFloat16 = 3, kUint8 = 4 };
+// kInt8 and kInt4: each half of a record is quantised by itself (decode_worker/quantised.py).
+enum class Dtype : uint32_t { kFloat32 = 1, kBfloat16 = 2, kFloat16 = 3, kUint8 = 4, kInt8 = 5, kInt4 = 6 };
+
+// Bits of one element; 0 for what is none of them.
+HEADGATE_HD constexpr uint32_t bits_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return 32;
+    case Dtype::kBfloat16:
+    case Dtype::kFloat16:
+      return 16;
+    case Dtype::kUint8:
+    case Dtype::kInt8:
+      return 8;
+    case Dtype::kInt4:
+      return 4;
+  }
+  return 0;
+}
 
 // A kind of record; kind 0 is K[d] || V[d] of one token and one KV head (lane).
 struct KindHeader {
@@ -46,14 +64,16 @@ struct PackHeader {
   uint32_t kind_count;
   uint32_t tokens;
   uint32_t extent_blocks;
+  uint32_t record_order;  // of a segment's records: the writer's word for it, which the maps spell out
+  uint32_t unused;
   KindHeader kinds[kKindsMax];
   uint64_t map_off;
   uint64_t map_bytes;  // of all maps
   uint64_t crc_off;
   uint64_t file_bytes;
 };
-static_assert(sizeof(PackHeader) == 304 && sizeof(PackHeader) <= kBlockBytes);
-static_assert(offsetof(PackHeader, kinds) == 144);
+static_assert(sizeof(PackHeader) == 312 && sizeof(PackHeader) <= kBlockBytes);
+static_assert(offsetof(PackHeader, kinds) == 152);
 
 HEADGATE_HD constexpr uint64_t blocks_of(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
 // No record straddles a block.

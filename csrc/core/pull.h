@@ -18,9 +18,14 @@ struct PullLayout {
 
   HEADGATE_HD constexpr uint64_t lines_off() const { return page(bytes); }
   HEADGATE_HD constexpr uint64_t lines() const { return (bytes + kPullLineBytes - 1) / kPullLineBytes; }
-  HEADGATE_HD constexpr uint64_t memory_bytes() const { return page(lines_off() + lines() * sizeof(uint32_t)); }
+  // UINT64_MAX, which nobody has, where it would not fit into 64 bits.
+  HEADGATE_HD constexpr uint64_t memory_bytes() const {
+    return bytes > kBytesMax ? UINT64_MAX : page(lines_off() + lines() * sizeof(uint32_t));
+  }
 
  private:
+  static constexpr uint64_t kBytesMax = UINT64_MAX / 2;
+
   HEADGATE_HD static constexpr uint64_t page(uint64_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 };
 

@@ -16,7 +16,7 @@
 namespace headgate {
 
 inline constexpr uint64_t kRingMagic = 0x31474e4952474448ull;  // "HDGRING1"
-inline constexpr uint32_t kRingVersion = 3;
+inline constexpr uint32_t kRingVersion = 4;
 inline constexpr uint64_t kPoisoned = UINT64_MAX;
 inline constexpr uint32_t kTicketsMax = 4096;
 inline constexpr uint32_t kRunsMax = 1u << 16;
@@ -67,6 +67,7 @@ struct RequestsHeader {
   alignas(64) uint64_t poison;
   alignas(64) uint32_t bell;      // the worker rings it; the daemon sleeps on it
   alignas(64) uint32_t asleep;    // the worker sleeps (on CompletionsHeader::bell)
+  uint32_t cpu;                   // where it posted last, from 1; 0: unknown
   alignas(64) uint64_t stepping;  // of a device's ring: not 0 while it may post; each burst of steps another number
   alignas(64) uint64_t released;  // of a device that pulls: it has read all that tickets <= released were answered with
 };
@@ -80,6 +81,7 @@ struct CompletionsHeader {
   alignas(64) uint64_t poison;
   alignas(64) uint32_t bell;      // the daemon rings it; the worker sleeps on it
   alignas(64) uint32_t asleep;    // the daemon sleeps (on RequestsHeader::bell)
+  uint32_t cpu;                   // where it answered last, from 1; 0: unknown
   alignas(64) uint64_t consumed;  // every run of every ticket <= consumed is terminal
   uint64_t heartbeat;             // CLOCK_MONOTONIC, ns
 };

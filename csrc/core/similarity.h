@@ -25,10 +25,10 @@ struct SafeHarmonicMean {
   }
 
   // The least cosine where it is at most `cos_floor`; NaN where one is not finite.
-  HEADGATE_HD float value(float cos_floor) const {
-    if (!finite) return NAN;
-    if (least <= cos_floor || !(weight_sum > 0)) return float(least);
-    return float(weight_sum / inverse_sum);
+  HEADGATE_HD double value(float cos_floor) const {
+    if (!finite) return double(NAN);
+    if (least <= cos_floor || !(weight_sum > 0)) return least;
+    return weight_sum / inverse_sum;
   }
 };
 

@@ -27,15 +27,24 @@ struct AttendLane {
   }
 };
 
+struct RecordKind {
+  Dtype dtype;  // float32, bfloat16, int8 or int4
+  size_t record_bytes;
+};
+inline constexpr int kRecordKindsMax = 2;
+
+// std::invalid_argument for a dtype that `attend` does not read, and for vectors of d elements that do not fit.
+RecordKind record_kind(int dtype, int d, size_t record_bytes);
+
 struct AttendArgs {
   const float* query;       // [batch][heads * group][d]
-  const AttendLane* lanes;  // [batch][heads]
+  const AttendLane* lanes;  // [batch][heads][kind_count]: what a head attends to lies in the lanes of its kinds
+  RecordKind kinds[kRecordKindsMax];
+  int kind_count;
   int batch;
-  int heads;    // KV heads
-  int group;    // query heads per KV head
-  int d;        // a multiple of 16
-  Dtype dtype;  // float32 or bfloat16
-  size_t record_bytes;
+  int heads;  // KV heads
+  int group;  // query heads per KV head
+  int d;      // a multiple of 16
   float scale;
   int threads;
   float* out;  // [batch][heads * group][d]; zero for a head that holds no record

@@ -4,8 +4,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "cpu/attend.h"
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 namespace headgate {
 
@@ -19,6 +25,46 @@ inline int tile_heads(int left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 struct Bf16 {
   uint16_t bits;
 };
+// Codes of a quantised vector (decode_worker/quantised.py).
+struct Int8 {
+  int8_t code;
+};
+struct Int4 {
+  uint8_t pair;
+};
+
+template <class T>
+inline constexpr bool kScaled = sizeof(T) == 1;  // a vector has a scale, in the low bits of its first codes
+template <class T>
+constexpr size_t bytes_of(size_t elements) {
+  return std::is_same_v<T, Int4> ? elements / 2 : elements * sizeof(T);
+}
+inline constexpr float kInt4Zero = 7.5f;  // between two codes
+
+// The bfloat16 that a quantised vector is multiplied by: the low bits of its first codes, of 4 bits first those in the
+// low halves of bytes.
+template <class T>
+inline float scale_of(const uint8_t* vector) {
+  uint32_t bits = 0;
+#if defined(__x86_64__)
+  __m128i codes;
+  if constexpr (std::is_same_v<T, Int8>) {
+    codes = _mm_slli_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(vector)), 7);
+  } else {
+    const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(vector));
+    codes = _mm_unpacklo_epi64(_mm_slli_epi16(pairs, 7), _mm_slli_epi16(pairs, 3));
+  }
+  bits = uint32_t(_mm_movemask_epi8(codes)) << 16;
+#else
+  for (int i = 0; i < 16; ++i) {
+    const int code = std::is_same_v<T, Int8> ? vector[i] : vector[i % 8] >> i / 8 * 4;
+    bits |= uint32_t(code & 1) << (16 + i);
+  }
+#endif
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return scale;
+}
 
 struct Block {
   const uint8_t* record[kBlockRecords];  // padded with the last record, so that kernels may read whole tiles
@@ -79,13 +125,16 @@ struct Partial {
   float* sum;  // [group], of 2 ^ (score - top)
 };
 
-// query: [group][d] of the lane as `arrange` (attend.cc) lays it out for the kernel's width.
-using AttendPart = void (*)(const AttendArgs&, int lane, size_t from, size_t to, const float* query, Partial out);
+// query: [group][d] of the lane as `arrange` (attend.cc) lays it out for the kernel's width and the lane's kind.
+using AttendPart = void (*)(const AttendArgs&, const AttendLane& lane, size_t record_bytes, size_t from, size_t to,
+                            const float* query, Partial out);
 
 struct AttendKernel {
   int width;  // floats per vector; d must be a multiple of 2 * width
   AttendPart float32;
   AttendPart bfloat16;
+  AttendPart int8;
+  AttendPart int4;
 };
 
 }  // namespace headgate

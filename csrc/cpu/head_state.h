@@ -36,6 +36,7 @@ struct HeadState {
   int32_t* issued;          // the latest generation that was asked for
   int32_t* stamp;           // [units] of each unit place: how recently, or often, its unit was selected
   const int64_t* base;      // byte offset of place 0 in the window
+  const int64_t* own;       // of what the worker writes: a tail, or the lane of a resident head
   const int32_t* selected;  // k: units that a selection takes
   const int32_t* capacity;  // units that the window has places for
   int64_t* chosen;          // units that selections took since the state was made
@@ -91,10 +92,6 @@ struct HeadState {
   }
 
   bool is_resident(int layer, int head) const { return resident[layer * shape.heads + head]; }
-
-  int first_tail(int layer, int slot, int head) const {
-    return shape.sink + capacity[index(layer, slot, head)] * shape.unit;
-  }
 
   // S of docs/qsac.md: tokens below it may be selected at `position`.
   int32_t limit(int slot, int32_t position) const {

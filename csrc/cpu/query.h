@@ -12,7 +12,7 @@ namespace headgate {
 
 // docs/qsac.md step 3 for one KV head: the importance-weighted harmonic mean of `group` cosines of d elements each;
 // NaN where a norm is zero.
-float similarity(const float* query, const float* label, const float* weights, int group, int d, float cos_floor);
+double similarity(const float* query, const float* label, const float* weights, int group, int d, float cos_floor);
 
 // Bit j of row i is (x[i] - centre) . projection[:, j] > 0. x: [n][d], projection: [d][256], codes: [n][4].
 void hash_encode(const float* x, const float* projection, const float* centre, size_t n, int d, uint64_t* codes);

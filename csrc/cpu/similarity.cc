@@ -34,7 +34,7 @@ Products products(const float* query, const float* label, int d) {
 
 }  // namespace
 
-float similarity(const float* query, const float* label, const float* weights, int group, int d, float cos_floor) {
+double similarity(const float* query, const float* label, const float* weights, int group, int d, float cos_floor) {
   SafeHarmonicMean mean;
   for (int i = 0; i < group; ++i) {
     const Products p = products(query + size_t(i) * d, label + size_t(i) * d, d);

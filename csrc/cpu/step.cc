@@ -66,15 +66,15 @@ void Step::await(RingProducer& ring, int layer, uint64_t timeout_us, const Check
   commit(layer, ring.wait(tickets_[layer].seq, timeout_us, kSpinUs, check_in));
 }
 
-int32_t Step::place_of_new_token(int layer, int slot, int head, int32_t position) const {
-  if (state_.is_resident(layer, head)) return position;
-  return state_.first_tail(layer, slot, head) + position % state_.shape.tail;
+uint8_t* Step::window_at(uint64_t at, size_t bytes) const {
+  if (at + bytes > window_bytes_) throw std::logic_error("a place lies outside the window");
+  return window_ + at;
 }
 
-uint8_t* Step::record_at(int layer, int slot, int head, int32_t place) const {
-  const uint64_t at = uint64_t(state_.base[state_.index(layer, slot, head)]) + uint64_t(place) * settings_.record_bytes;
-  if (at + settings_.record_bytes > window_bytes_) throw std::logic_error("a place lies outside the window");
-  return window_ + at;
+uint8_t* Step::own_record(int layer, int slot, int head, int32_t position) const {
+  const uint64_t first = state_.own[state_.index(layer, slot, head)], bytes = settings_.own.record_bytes;
+  const int32_t place = state_.is_resident(layer, head) ? position : position % state_.shape.tail;
+  return window_at(first + uint64_t(place) * bytes, bytes);
 }
 
 void Step::append(int layer, const float* key, const float* value) {
@@ -88,47 +88,55 @@ void Step::append(int layer, const float* key, const float* value) {
         break;
       }
       const size_t lane = size_t(row) * shape.heads + head;
-      store_token(record_at(layer, slot, head, place_of_new_token(layer, slot, head, position)), key + lane * shape.d,
-                  value + lane * shape.d, shape.d, settings_.dtype);
+      store_token(own_record(layer, slot, head, position), key + lane * shape.d, value + lane * shape.d, shape.d,
+                  settings_.own.dtype);
     }
   }
 }
 
 // docs/qsac.md step 6: sinks, the set and the tail, or everything.
-AttendLane Step::lane(int layer, int slot, int head, int32_t position) {
-  AttendLane lane{.base = record_at(layer, slot, head, 0)};
+void Step::find_lanes(int layer, int slot, int head, int32_t position, AttendLane* lanes) const {
+  const size_t i = state_.index(layer, slot, head);
+  AttendLane &own = lanes[0], &stored = lanes[settings_.kind_count - 1];
+  stored.base = window_at(state_.base[i], settings_.stored.record_bytes);
   if (state_.is_resident(layer, head)) {
-    lane.ranges[0] = {0, position + 1};
-    return lane;
+    own.base = window_at(state_.own[i], settings_.own.record_bytes);
+    own.ranges[0] = {0, position + 1};
+    return;
   }
+  int32_t first = 0;
+  if (&own == &stored)  // then the tail is counted from the same place 0
+    first = state_.shape.sink + state_.capacity[i] * state_.shape.unit;
+  else
+    own.base = window_at(state_.own[i], settings_.own.record_bytes);
   const HeadState::Side now = state_.current(layer, slot, head);
-  const int32_t tail = state_.shape.tail, first = state_.first_tail(layer, slot, head);
+  const int32_t tail = state_.shape.tail;
   const int32_t start = now.cover % tail, count = std::min(position + 1 - now.cover, tail);
   const int32_t before_wrap = std::min(count, tail - start);
-  lane.ranges[0] = {0, std::min(now.cover, state_.shape.sink)};
-  lane.ranges[1] = {first + start, before_wrap};
-  lane.ranges[2] = {first, count - before_wrap};
-  lane.places = now.places;
-  lane.count = now.count;
-  return lane;
+  stored.ranges[0] = {0, std::min(now.cover, state_.shape.sink)};
+  own.ranges[1] = {first + start, before_wrap};
+  own.ranges[2] = {first, count - before_wrap};
+  stored.places = now.places;
+  stored.count = now.count;
 }
 
 void Step::attend(int layer, const float* query, float* out, float* lse) {
   const HeadState::Shape& shape = state_.shape;
-  lanes_.assign(size_t(rows_.count) * shape.heads, AttendLane{.base = window_});
+  const int kinds = settings_.kind_count;
+  lanes_.assign(size_t(rows_.count) * shape.heads * kinds, AttendLane{.base = window_});
   for (int row = 0; row < rows_.count; ++row) {
     const int slot = rows_.slot[row];
     for (int head = 0; slot >= 0 && head < shape.heads; ++head)
-      lanes_[size_t(row) * shape.heads + head] = lane(layer, slot, head, rows_.position[row]);
+      find_lanes(layer, slot, head, rows_.position[row], &lanes_[(size_t(row) * shape.heads + head) * kinds]);
   }
   headgate::attend({.query = query,
                     .lanes = lanes_.data(),
+                    .kinds = {settings_.own, settings_.stored},
+                    .kind_count = kinds,
                     .batch = rows_.count,
                     .heads = shape.heads,
                     .group = shape.group,
                     .d = shape.d,
-                    .dtype = settings_.dtype,
-                    .record_bytes = settings_.record_bytes,
                     .scale = settings_.scale,
                     .threads = settings_.threads,
                     .out = out,

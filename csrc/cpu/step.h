@@ -15,8 +15,9 @@
 namespace headgate {
 
 struct StepSettings {
-  Dtype dtype;
-  size_t record_bytes;
+  RecordKind own;     // of the records that the worker writes
+  RecordKind stored;  // of those that come from packs
+  int kind_count;     // 1: they are one kind
   float scale;
   int threads;
   bool stale_fails;  // a failed fetch ends the row even where an old set would do
@@ -58,9 +59,10 @@ class Step {
     std::vector<Wish> wishes;
   };
 
-  AttendLane lane(int layer, int slot, int head, int32_t position);
-  int32_t place_of_new_token(int layer, int slot, int head, int32_t position) const;
-  uint8_t* record_at(int layer, int slot, int head, int32_t place) const;
+  // One for each kind of records: the worker's own, then those of packs.
+  void find_lanes(int layer, int slot, int head, int32_t position, AttendLane* lanes) const;
+  uint8_t* own_record(int layer, int slot, int head, int32_t position) const;
+  uint8_t* window_at(uint64_t at, size_t bytes) const;
   void fail(int slot, int32_t fault);
 
   HeadState state_;

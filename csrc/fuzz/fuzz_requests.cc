@@ -16,6 +16,7 @@
 #include <optional>
 #include <thread>
 
+#include "core/probe.h"
 #include "fuzz/shared_worker.h"
 #include "ring/futex.h"
 #include "ring/producer.h"
@@ -230,19 +231,20 @@ class Player {
     uint8_t flags = script.next<uint8_t>();
     bool tame = flags % 4 != 0;
     uint32_t first = flags & 4 ? geometry_.pairs_max - pairs : 0;
+    if (tame) soften(*reinterpret_cast<Ticket*>(ticket), runs);
+    const bool probe = reinterpret_cast<Ticket*>(ticket)->op == uint16_t(Op::kProbe);
     Run* run = reinterpret_cast<Run*>(ring.requests.data() + ring.layout.runs_off(seq));
     Pair* pair = reinterpret_cast<Pair*>(ring.requests.data() + ring.layout.pairs_off(seq)) + first;
     for (uint32_t i = 0; i < runs; ++i) {
       if (i < given_runs) run[i] = script.next<Run>();
       if (i >= given_runs) run[i] = given_runs ? run[i % given_runs] : Run{};
-      if (tame && i < given_runs) soften(run[i], first, pairs);
+      if (tame && i < given_runs) probe ? soften_probe(run[i]) : soften(run[i], first, pairs);
     }
     for (uint32_t i = 0; i < pairs; ++i) {
       if (i < given_pairs) pair[i] = script.next<Pair>();
       if (i >= given_pairs) pair[i] = given_pairs ? pair[i % given_pairs] : Pair{};
       if (tame && i < given_pairs) pair[i] = {pair[i].record % (kRecords + 1), pair[i].place % (kPlaces + 1)};
     }
-    if (tame) soften(*reinterpret_cast<Ticket*>(ticket), runs);
     publish(ring, seq);
   }
 
@@ -260,6 +262,11 @@ class Player {
     run.lane %= kLanes + 1, run.kind = run.kind % 8 == 7;
     run.pair_count %= std::max(pairs, kPlaces) + 2, run.arg %= store ? kStagingBytes : kPlaces + 2;
     run.first_pair = run.first_pair % 2 ? run.first_pair % kRecords : first + run.first_pair % (pairs + 1);
+  }
+
+  void soften_probe(Run& run) {
+    run.arg = run.arg % (kWindowBytes / kProbeBytes + 2) * kProbeBytes + (run.kind % 8 == 7);
+    run.pair_count %= kProbeLinesMax + 2;
   }
 
   void open_upload() {
@@ -284,7 +291,7 @@ class Player {
 
   // What the control plane does for a worker, at any moment.
   void command(Script& script, uint8_t which) {
-    switch (which % 5) {
+    switch (which % 7) {
       case 0:
         allow_poison([&] { rebind(); });
         break;
@@ -302,7 +309,24 @@ class Player {
       case 4:
         release(script);
         break;
+      case 5:
+        trace(script.next<uint8_t>());
+        break;
+      case 6:
+        world().plane.set_dram_quota(kHostile, script.next<uint8_t>() % 4 * world().plane.dram_quota_min());
+        break;
     }
+  }
+
+  // What an operator hears meanwhile is of runs that there are.
+  void trace(uint8_t what) {
+    allow_poison([&] {  // FAILED_PRECONDITION too: it is on, or off
+      if (what % 4 == 0) return world().plane.end_accesses();
+      if (what % 4 == 1) return world().plane.trace_accesses(1);
+      for (const Access& a : world().plane.drain_accesses().first)
+        require(a.owner <= kHostile && a.layer < kLayers && a.lane < kLanes && a.records > 0 && a.wanted > 0,
+                "an access that no run can have made");
+    });
   }
 
   // What its device says that it has read: often of about now, and as often anything.
@@ -362,6 +386,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     require(heap_bytes() <= heap_before + kHeapBytesMax, "the heap grows with what a worker declares");
     player.check_window();
   }
+  w.plane.set_dram_quota(kHostile, 0);
+  w.plane.end_accesses();
   w.settle();
   w.victim->check_window(kVictim, kRecords);
   require(heap_bytes() <= heap_before + kHeapBytesMax, "memory is kept after its worker has gone");

@@ -57,16 +57,21 @@ bool SharedWorker::window_is_clear() const {
   return true;
 }
 
-// Whether the line at this byte holds its canary, or is a PROBE's. One may be stored at this moment: looks again.
-bool SharedWorker::is_clear(uint64_t at) const {
+// Whether the line at this byte holds its canary, is a PROBE's, or a record that is right there. One may be stored at
+// this moment: looks again.
+bool SharedWorker::holds(uint64_t at, const std::function<bool(const Record&)>& right) const {
   for (uint32_t look = 0; look < kLooks; ++look, std::this_thread::sleep_for(kBetweenLooks)) {
     Record seen, probe;
     std::memcpy(&seen, window_.data() + at, sizeof seen);
     const uint64_t line = at / kProbeBytes;
     probe_line(seen.words[0] ^ probe_word(0, uint32_t(line * kProbeWords)), line, probe.words.data());
-    if (seen == Record::canary() || seen == probe) return true;
+    if (seen == Record::canary() || seen == probe || right(seen)) return true;
   }
   return false;
+}
+
+bool SharedWorker::is_clear(uint64_t at) const {
+  return holds(at, [](const Record&) { return false; });
 }
 
 Record SharedWorker::at(uint32_t layer, uint32_t lane, uint32_t place) const {
@@ -84,11 +89,11 @@ void SharedWorker::check_window(uint32_t document, uint32_t records) const {
     for (uint32_t lane = 0; lane < kLanes; ++lane) {
       gap_is_clean(lane_offset(layer, lane));
       for (uint32_t place = 0; place < kPlaces; ++place) {
-        Record r = at(layer, lane, place);
-        uint32_t id = r.words[0] & 0xffff;
-        bool own = id < records && r == Record::of(document, layer, lane, id);
-        const uint64_t at = lane_offset(layer, lane) + uint64_t{place} * kRecordBytes;
-        require(own || is_clear(at), "a place holds what is no record of its lane");
+        const bool right = holds(lane_offset(layer, lane) + uint64_t{place} * kRecordBytes, [&](const Record& r) {
+          const uint32_t id = r.words[0] & 0xffff;
+          return id < records && r == Record::of(document, layer, lane, id);
+        });
+        require(right, "a place holds what is no record of its lane");
       }
       end = lane_offset(layer, lane) + kLaneBytes;
     }

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -105,7 +106,8 @@ class SharedWorker {
   void clear_window() { std::memset(window_.data(), kCanary, window_.bytes()); }
 
  private:
-  bool is_clear(uint64_t line) const;
+  bool holds(uint64_t at, const std::function<bool(const Record&)>& right) const;
+  bool is_clear(uint64_t at) const;
   static uint64_t lane_offset(uint32_t layer, uint32_t lane) {
     return (uint64_t{layer} * kLanes + lane) * (kLaneBytes + kGap) + kGap / 2;
   }

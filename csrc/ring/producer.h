@@ -96,6 +96,7 @@ class RingProducer {
     ticket.op = uint16_t(op);
     ticket.run_count = uint16_t(runs.size());
     ticket.first_run = 0;
+    say_cpu();
     as_atomic(ticket.seq).store(t, std::memory_order_release);
     ring();
     bool answered = op != Op::kPromote;
@@ -117,7 +118,8 @@ class RingProducer {
     return p.results;
   }
 
-  // Until every run is terminal: spins, then sleeps. At the deadline the ring is poisoned: RingTimeout.
+  // Until every run is terminal: spins, unless that would keep the daemon from running, then sleeps. At the deadline
+  // the ring is poisoned: RingTimeout.
   const std::vector<RunResult>& wait(uint64_t seq, uint64_t timeout_us, uint64_t spin_us,
                                      const CheckIn& check_in = {}) {
     Posted& p = find(seq);
@@ -128,7 +130,7 @@ class RingProducer {
     bool done = false;
     do {
       if (poisoned()) throw RingPoisoned("the ring is poisoned");
-      if ((done = look(p))) break;
+      if ((done = look(p)) || as_atomic(peer().cpu).load(std::memory_order_relaxed) == this_cpu()) break;
       cpu_relax();
     } while (now_ns() < spin_end);
     while (!done && !asleep_once(p, deadline))
@@ -278,6 +280,11 @@ class RingProducer {
     return stop;
   }
 
+  void say_cpu() {
+    if (const uint32_t cpu = this_cpu(); cpu != said_cpu_)
+      as_atomic(mine().cpu).store(said_cpu_ = cpu, std::memory_order_relaxed);
+  }
+
   void ring() {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (as_atomic(peer().asleep).load(std::memory_order_relaxed) == 0) return;
@@ -292,6 +299,7 @@ class RingProducer {
   uint64_t next_ = 1;
   uint64_t bursts_ = 0;
   uint32_t in_flight_ = 0;
+  uint32_t said_cpu_ = 0;
 };
 
 }  // namespace headgate

@@ -1,13 +1,15 @@
 #include "shim/copy_shim.h"
 
 #include <atomic>
+#include <chrono>
 #include <numeric>
+#include <thread>
 
 namespace headgate::shim {
 namespace {
 
 std::atomic<uint64_t> stopped{0};  // copy threads, a bit each
-std::atomic<uint32_t> delay_us{0}, fail_every{0};
+std::atomic<uint32_t> delay_us{0}, fail_every{0}, dawdle_us{0};
 std::atomic<bool> delay_random{false}, reorder{false};
 std::atomic<uint64_t> runs_seen{0}, random_state{0};
 
@@ -26,12 +28,18 @@ void set_copy_rules(const CopyRules& rules) {
   delay_random = rules.delay_random;
   fail_every = rules.fail_every;
   reorder = rules.reorder;
+  dawdle_us = rules.dawdle_us;
   random_state = rules.seed;
   runs_seen = 0;
   stopped = !rules.stopped ? 0 : rules.only_thread < 0 ? UINT64_MAX : uint64_t{1} << (rules.only_thread % 64);
 }
 
 bool stops(uint32_t thread) { return stopped >> thread & 1; }
+
+void dawdle() {
+  if (const uint32_t most = dawdle_us; most > 0)
+    std::this_thread::sleep_for(std::chrono::microseconds(next_random() % (uint64_t{most} + 1)));
+}
 
 void TicketFaults::begin(uint32_t run_count) {
   first_ = 0, step_ = 1;

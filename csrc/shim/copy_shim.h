@@ -14,12 +14,14 @@ struct CopyRules {
   bool delay_random;    // uniformly up to delay_us
   uint32_t fail_every;  // that many runs one ends in ERROR/INTERNAL, after half of its copies
   bool reorder;         // runs of a ticket begin in any order
+  uint32_t dawdle_us;   // uniformly up to it, before the last copies from frames that are held
   uint64_t seed;
 };
 
 void set_copy_rules(const CopyRules& rules);
 
 bool stops(uint32_t thread);
+void dawdle();
 
 // In which order the runs of a ticket begin.
 class TicketFaults {

@@ -63,11 +63,16 @@ size_t Injected::asked(bool write, size_t bytes) const {
   return std::min<size_t>(value, bytes) / kBlockBytes * kBlockBytes;
 }
 
-ssize_t Injected::answer(bool write, void* buffer, size_t bytes, ssize_t result) const {
+ssize_t Injected::answer(bool write, std::span<const iovec> pieces, size_t bytes, ssize_t result) const {
   if (action == Action::kTrust && result > 0) return ssize_t(bytes);
   if (result < 0 || (action != Action::kShorten && action != Action::kTear)) return result;
   size_t kept = std::min<size_t>(value, bytes);
-  if (!write) std::memset(static_cast<uint8_t*>(buffer) + kept, kGarbage, bytes - kept);
+  size_t before = 0;
+  for (const iovec& piece : pieces) {
+    size_t spared = std::clamp(kept, before, before + piece.iov_len) - before;
+    if (!write) std::memset(static_cast<uint8_t*>(piece.iov_base) + spared, kGarbage, piece.iov_len - spared);
+    before += piece.iov_len;
+  }
   return ssize_t(action == Action::kTear ? bytes : kept);
 }
 
@@ -77,9 +82,16 @@ constexpr int64_t kLateNs = 50'000;
 
 // errno as the kernel tells it of a request, negative.
 ssize_t move(const BlockTransfer& t) {
-  ssize_t moved =
-      t.write ? pwrite(t.fd, t.buffer, t.bytes, off_t(t.offset)) : pread(t.fd, t.buffer, t.bytes, off_t(t.offset));
-  return moved < 0 ? -errno : moved;
+  size_t done = 0;
+  for (const iovec& piece : t.pieces) {
+    const size_t bytes = std::min(piece.iov_len, t.bytes - done);
+    const off_t at = off_t(t.offset + done);
+    ssize_t moved = t.write ? pwrite(t.fd, piece.iov_base, bytes, at) : pread(t.fd, piece.iov_base, bytes, at);
+    if (moved < 0 && done == 0) return -errno;
+    done += size_t(std::max<ssize_t>(moved, 0));
+    if (moved < ssize_t(bytes) || done == t.bytes) break;
+  }
+  return ssize_t(done);
 }
 
 }  // namespace
@@ -112,7 +124,7 @@ int settle(Injected& injected, const BlockTransfer& transfer, int result) {
   if (injected.action == Action::kDelay || injected.turn == Turn::kAgain) return -EAGAIN;
   if (injected.turn == Turn::kAtSubmission) result = int(injected.moved);
   if (injected.turn == Turn::kAtCompletion || injected.turn == Turn::kLate) result = int(move(transfer));
-  return int(injected.answer(transfer.write, transfer.buffer, transfer.bytes, result));
+  return int(injected.answer(transfer.write, transfer.pieces, transfer.bytes, result));
 }
 
 }  // namespace headgate::shim

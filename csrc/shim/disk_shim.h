@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,8 +37,9 @@ struct Injected {
   ssize_t moved = 0;  // by a transfer that has had its turn
   __kernel_timespec delay{};
 
-  size_t asked(bool write, size_t bytes) const;                                  // what to transfer
-  ssize_t answer(bool write, void* buffer, size_t bytes, ssize_t result) const;  // what to report
+  size_t asked(bool write, size_t bytes) const;  // what to transfer
+  // What to report.
+  ssize_t answer(bool write, std::span<const iovec> pieces, size_t bytes, ssize_t result) const;
 };
 
 // Replaces all rules and starts counting anew. INVALID_ARGUMENT for an unknown site.
@@ -64,7 +66,8 @@ ssize_t transfer(Site site, bool write, void* buffer, size_t bytes, Call call) {
   if (injected.action == Action::kFail) return errno = int(injected.value), -1;
   if (injected.action == Action::kDelay) sleep_us(injected.value);
   size_t asked = injected.asked(write, bytes);
-  return injected.answer(write, buffer, bytes, asked > 0 ? call(asked) : 0);
+  const iovec piece{buffer, bytes};
+  return injected.answer(write, {&piece, 1}, bytes, asked > 0 ? call(asked) : 0);
 }
 
 // The same for an io_uring request. True: sqe has been prepared as something else; a delay is a timeout, after which

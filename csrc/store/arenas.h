@@ -7,8 +7,8 @@
 #include <mutex>
 
 #include "store/control.h"
-#include "store/frames.h"
 #include "store/mapping.h"
+#include "store/tier/frames.h"
 
 namespace headgate {
 

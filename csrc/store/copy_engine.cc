@@ -1,5 +1,6 @@
 #include "store/copy_engine.h"
 
+#include <sched.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@ constexpr uint64_t kNapNs = 50 * kMicrosecond;        // while reads are in flig
 constexpr uint64_t kPollNs = 20 * kMicrosecond;       // while a device steps, which cannot wake this thread
 constexpr uint64_t kPullNs = 1'000 * kMicrosecond;    // while frames wait for a device to have read them
 constexpr uint64_t kSleepNs = 50'000 * kMicrosecond;  // while idle: then a heartbeat
+constexpr uint64_t kMoveNs = 100'000 * kMicrosecond;  // between two moves to another core
 constexpr uint64_t kDrainNapNs = 1'000 * kMicrosecond;
 constexpr uint64_t kDrainNs = 3'000'000 * kMicrosecond;  // a disk that hangs does not keep the daemon from ending
 constexpr uint64_t kCommandsNs = 50 * kMicrosecond;      // then workers are served
@@ -27,7 +29,8 @@ CopyEngine::CopyEngine(EngineOptions options, Frames& frames, Counters& counters
                        std::function<void()> alarm)
     : options_(options),
       counters_(counters),
-      service_(options.thread, options.io_depth, options.bulk_bytes_max, frames, counters, trace, std::move(alarm)) {
+      service_(options.thread, options.io_depth, options.bulk_bytes_max, options.through_blocks, frames, counters,
+               trace, std::move(alarm)) {
   thread_ = std::thread([this] { loop(); });
 }
 
@@ -99,11 +102,31 @@ void CopyEngine::wait_for_work(bool worked) {
   } else if (serving && service_.waiting()) {
     timespec nap = to_timespec(kNapNs / 2);  // for frames, mostly
     nanosleep(&nap, nullptr);
-  } else if (now - last_work_ns_ < options_.spin_us * kMicrosecond) {
+  } else if (now - last_work_ns_ < options_.spin_us * kMicrosecond && !in_the_way(now)) {
     cpu_relax();
   } else {
     sleep();
   }
+}
+
+// Spinning on the core of the worker that was just answered keeps that worker from posting: then this thread moves, or
+// sleeps at once. The scheduler may leave both there though another core is idle.
+bool CopyEngine::in_the_way(uint64_t now) {
+  const uint32_t cpu = this_cpu();
+  if (cpu == 0 || cpu != service_.worker_cpu()) return false;
+  if (now - last_move_ns_ < kMoveNs) return true;
+  last_move_ns_ = now;
+  return !move_from(cpu - 1);
+}
+
+// To another core that this thread may run on; afterwards the scheduler decides again.
+bool CopyEngine::move_from(uint32_t cpu) {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return false;
+  cpu_set_t others = allowed;
+  CPU_CLR(cpu, &others);
+  if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return false;
+  return sched_setaffinity(0, sizeof allowed, &allowed) == 0;
 }
 
 void CopyEngine::sleep() {

@@ -20,6 +20,7 @@ struct EngineOptions {
   uint32_t io_depth;
   uint32_t spin_us;
   uint64_t bulk_bytes_max;  // in flight
+  uint32_t through_blocks;  // read through rather than make a second request
 };
 
 // A ring and its runs belong to one engine, and a command that runs between steps sees no copy half done: what
@@ -61,6 +62,8 @@ class CopyEngine {
   bool turn();
   bool run_commands();
   void wait_for_work(bool worked);
+  bool in_the_way(uint64_t now);
+  static bool move_from(uint32_t cpu);
   void sleep();
   bool anything_to_take() const;
   bool a_device_steps(uint64_t now) const;
@@ -69,7 +72,7 @@ class CopyEngine {
   const EngineOptions options_;
   Counters& counters_;
   RingService service_;
-  uint64_t last_work_ns_ = 0;
+  uint64_t last_work_ns_ = 0, last_move_ns_ = 0;
 
   mutable std::mutex mutex_;
   std::condition_variable call_done_;

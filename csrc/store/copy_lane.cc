@@ -105,4 +105,15 @@ bool CopyLane::at_rest() noexcept try {
   return false;
 }
 
+bool CopyLane::has_ended() noexcept try {
+  driver_->enter();
+  for (Batch& b : batches_) {
+    if (b.under_way && !driver_->has_ended(b.stream)) return false;
+    b.under_way = false;
+  }
+  return true;
+} catch (const DeviceError&) {
+  return false;
+}
+
 }  // namespace headgate

@@ -48,6 +48,8 @@ class CopyLane {
   void read(uint8_t* to, cuda::Pointer from, uint64_t bytes);
   // Waits until nothing is under way; false if that is not known in time.
   bool at_rest() noexcept;
+  // The same without waiting.
+  bool has_ended() noexcept;
 
  private:
   // Its memory, filled up to `filled`, and a stream: what has been sent of it has ended when the stream has.

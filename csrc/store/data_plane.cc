@@ -21,6 +21,7 @@ constexpr uint64_t kNsPerMs = 1'000'000;
 // Bulk in flight, of all copy threads: about a millisecond of a slow device.
 constexpr uint64_t kBulkBytes = 1 << 20;
 constexpr uint64_t kBulkBytesMin = 256 << 10;
+constexpr uint64_t kTraceSecondsMax = 24 * 3600;
 constexpr uint32_t kSlotsMax = 1 << 16;
 constexpr uint32_t kThreadsMax = 64;
 constexpr uint32_t kDepthMax = 4096;
@@ -35,13 +36,14 @@ bool eventually(std::chrono::nanoseconds deadline, Condition condition) {
 }  // namespace
 
 DataPlane::DataPlane(const DataPlaneOptions& o)
-    : frames_(o.dram_bytes, o.window.arena_bytes, o.extent_blocks, counters_) {
+    : frames_(o.dram_bytes, o.window.arena_bytes, o.extent_blocks, o.tier_policy, counters_) {
   if (o.copy_threads < 1 || o.copy_threads > kThreadsMax) throw invalid_argument("copy_threads must be 1..64");
   if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
   for (uint32_t i = 0; i < o.copy_threads; ++i)
     engines_.push_back(std::make_unique<CopyEngine>(
-        EngineOptions{i, o.io_depth, o.spin_us, std::max(kBulkBytes / o.copy_threads, kBulkBytesMin)}, frames_,
-        counters_, trace_, [this] { nudge(); }));
+        EngineOptions{i, o.io_depth, o.spin_us, std::max(kBulkBytes / o.copy_threads, kBulkBytesMin),
+                      o.disk_cost.through_blocks()},
+        frames_, counters_, trace_, [this] { nudge(); }));
   load_.resize(o.copy_threads);
   WindowSettings window = o.window;
   window.threads = o.copy_threads;
@@ -176,9 +178,11 @@ void DataPlane::drop_frames(std::shared_ptr<PackFile> pack) {
   std::vector<std::shared_ptr<PackFile>> gone;
   std::lock_guard lock(mutex_);
   closing_packs_.push_back(std::move(pack));
-  auto left = std::ranges::partition(closing_packs_, [this](const auto& closing) { return frames_.has_any(*closing); });
-  gone.assign(std::make_move_iterator(left.begin()), std::make_move_iterator(left.end()));
-  closing_packs_.erase(left.begin(), left.end());
+  const auto end = closing_packs_.end();
+  const auto left =
+      std::partition(closing_packs_.begin(), end, [this](const auto& closing) { return frames_.has_any(*closing); });
+  gone.assign(std::make_move_iterator(left), std::make_move_iterator(end));
+  closing_packs_.erase(left, end);
 }
 
 PackHeader DataPlane::pack_header(uint32_t pack) { return find_pack(pack)->header(); }
@@ -396,11 +400,12 @@ uint32_t DataPlane::bind(uint32_t worker, uint32_t slot, const std::vector<uint3
   for (uint32_t pack : packs) bound.push_back(bound_pack(pack));
   auto binding =
       std::make_shared<const Binding>(bound, layers, lanes, std::move(windows), record_bytes, w->window_bytes);
+  auto waits = std::make_shared<Waits>(uint32_t(engines_.size()), layers, lanes);
   auto controlled = control(*w);
   w->check_open();
   if (w->slots[slot].binding) throw failed_precondition("slot " + std::to_string(slot) + " is bound");
   const uint32_t epoch = w->slots[slot].epoch + 1;
-  set_slot(*w, slot, {epoch, std::move(binding)});
+  set_slot(*w, slot, {epoch, std::move(binding), std::move(waits)});
   std::lock_guard lock(mutex_);
   ++bound_slots_;
   return epoch;
@@ -414,7 +419,7 @@ uint32_t DataPlane::extend(uint32_t worker, uint32_t slot, uint32_t pack) {
   w->check_bound(slot);
   auto binding = std::make_shared<Binding>(*w->slots[slot].binding);
   binding->append(bound);
-  set_slot(*w, slot, {w->slots[slot].epoch, binding});
+  set_slot(*w, slot, {w->slots[slot].epoch, binding, w->slots[slot].waits});
   return binding->records();
 }
 
@@ -422,7 +427,7 @@ void DataPlane::unbind(uint32_t worker, uint32_t slot) {
   auto w = find_worker(worker);
   auto controlled = control(*w);
   w->check_bound(slot);
-  set_slot(*w, slot, {w->slots[slot].epoch, nullptr});
+  set_slot(*w, slot, {w->slots[slot].epoch, nullptr, nullptr});
   std::lock_guard lock(mutex_);
   --bound_slots_;
 }
@@ -457,6 +462,7 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"evictions", c.evictions},
           {"nvme_read_bytes", c.nvme_read_bytes},
           {"nvme_read_ops", c.nvme_read_ops},
+          {"nvme_through_bytes", c.nvme_through_bytes},
           {"nvme_write_bytes", c.nvme_write_bytes},
           {"crc_errors", c.crc_errors},
           {"wakes", c.wakes},
@@ -509,6 +515,24 @@ std::vector<std::pair<std::string, const Histogram*>> DataPlane::histograms() co
   const Histograms& h = counters_.times;
   return {{"ticket_gather", &h.ticket_gather}, {"ticket_range", &h.ticket_range}, {"ticket_store", &h.ticket_store},
           {"read_decode", &h.read_decode},     {"read_bulk", &h.read_bulk},       {"read_ahead", &h.read_ahead}};
+}
+
+SlotWaits DataPlane::waits(uint32_t worker, uint32_t slot, size_t lanes) {
+  auto w = find_worker(worker);
+  std::shared_ptr<Waits> waits;
+  {
+    auto controlled = control(*w);
+    w->check_bound(slot);
+    waits = w->slots[slot].waits;
+  }
+  return {{{"gather", waits->totals(Waits::kGather)},
+           {"range", waits->totals(Waits::kRange)},
+           {"store", w->stores.totals(Waits::kStore)}},
+          waits->worst(lanes)};
+}
+
+void DataPlane::trace_accesses(uint64_t seconds) {
+  frames_.accesses().start(now_ns() + std::min(seconds, kTraceSecondsMax) * 1000 * kNsPerMs);
 }
 
 void DataPlane::nudge() {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "store/copy_engine.h"
+#include "store/disk_cost.h"
 
 namespace headgate {
 
@@ -19,7 +20,14 @@ struct DataPlaneOptions {
   uint32_t copy_threads;
   uint32_t spin_us;
   uint32_t extent_blocks;
-  WindowSettings window = {};  // and the size of arenas, part of dram_bytes
+  WindowSettings window = {};                   // and the size of arenas, part of dram_bytes
+  std::string tier_policy = policy_names()[0];  // which frames go
+  DiskCost disk_cost = {};
+};
+
+struct SlotWaits {
+  std::vector<std::pair<std::string, Waits::OpTotals>> ops;
+  std::vector<Waits::Stalls> lanes;
 };
 
 // Thread-safe; every call may block on the disk or on a copy thread, never on a worker. The mutex guards the tables
@@ -79,13 +87,23 @@ class DataPlane {
   // Frames by owner, of all that have some.
   std::map<uint32_t, uint32_t> owners() const { return frames_.used_by_owner(); }
 
+  // Bytes that went to the workers of each owner since the start, of all that had some.
+  std::map<uint32_t, uint64_t> moved() const { return frames_.moved_by_owner(); }
+
   // Null once closed.
   std::shared_ptr<const Windows> windows();
   std::vector<std::pair<std::string, uint64_t>> stats();
   // Both sides of what must add up: Frames::Census, and runs begun, ended and under way.
   std::vector<std::pair<std::string, uint64_t>> census();
   std::vector<std::pair<std::string, const Histogram*>> histograms() const;
+  // Of a slot since it was bound, and of its worker's STORE runs; the `lanes` that stood still longest.
+  // FAILED_PRECONDITION: it is not bound.
+  SlotWaits waits(uint32_t worker, uint32_t slot, size_t lanes);
   std::vector<TraceRow> drain_trace() { return trace_.drain(); }
+  // As AccessTrace has them.
+  void trace_accesses(uint64_t seconds);
+  auto drain_accesses() { return frames_.accesses().drain(); }
+  void end_accesses() { frames_.accesses().stop(); }
 
  private:
   static constexpr uint32_t kQuotaFramesMin = 8;

@@ -38,6 +38,13 @@ BlockBuffer::BlockBuffer(uint64_t bytes) : bytes_(bytes) {
 
 BlockBuffer::~BlockBuffer() { munmap(data_, bytes_); }
 
+uint8_t* HugePage::aligned() const {
+  const uint64_t at = reinterpret_cast<uintptr_t>(around_.data());
+  uint8_t* data = around_.data() + (kBytes - at % kBytes) % kBytes;
+  madvise(data, kBytes, MADV_HUGEPAGE);  // without it is slower
+  return data;
+}
+
 Fd open_direct(Site site, const std::string& path, int flags) {
   Fd fd(disk::open(site, path.c_str(), flags | O_DIRECT | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (fd.get() >= 0) return fd;

@@ -26,6 +26,18 @@ class BlockBuffer {
   uint8_t* data_;
 };
 
+// A huge page where the kernel has them: a disk takes each physical piece of memory by itself.
+class HugePage {
+ public:
+  static constexpr uint64_t kBytes = 2 << 20;
+  uint8_t* data() const { return data_; }
+
+ private:
+  BlockBuffer around_{2 * kBytes};
+  uint8_t* const data_ = aligned();
+  uint8_t* aligned() const;
+};
+
 // Opens with O_DIRECT | O_CLOEXEC | flags. FAILED_PRECONDITION where the file system has no O_DIRECT.
 Fd open_direct(Site site, const std::string& path, int flags);
 

@@ -13,6 +13,7 @@ namespace headgate::shim {
 
 inline void copy_thread_begins() {}
 constexpr bool stops(uint32_t) { return false; }
+inline void dawdle() {}
 
 struct TicketFaults {
   void begin(uint32_t) {}

@@ -9,52 +9,44 @@
 namespace headgate {
 namespace {
 
-constexpr size_t kAhead = 16;  // records; the memory's latency is this many copies long
-constexpr uint32_t kLine = 64;
-
-inline void prefetch(const uint8_t* record, uint32_t bytes) {
-  for (uint32_t at = 0; at < bytes; at += kLine) __builtin_prefetch(record + at, 0, 2);
-}
-
 #if defined(__x86_64__)
 
+// kBytes: of a record, where the compiler knows it; otherwise 0. kStream: past the caches, for `to` aligned to a line:
+// no line is read before it is overwritten.
+template <bool kStream, uint32_t kBytes>
 __attribute__((target("avx512f"))) void copy_avx512(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
                                                     size_t count, uint32_t bytes) {
+  const uint32_t end = kBytes > 0 ? kBytes : bytes;
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
-    for (uint32_t at = 0; at < bytes; at += kLine)
-      _mm512_storeu_si512(base + to[i] + at, _mm512_loadu_si512(from[i] + at));
-  }
-}
-
-// Stores past the caches, for `to` aligned to a line: no line is read before it is overwritten.
-__attribute__((target("avx512f"))) void stream_avx512(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
-                                                      size_t count, uint32_t bytes) {
-  for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
-    for (uint32_t at = 0; at < bytes; at += kLine)
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(base + to[i] + at), _mm512_loadu_si512(from[i] + at));
-  }
-}
-
-__attribute__((target("avx2"))) void copy_avx2(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
-                                               size_t count, uint32_t bytes) {
-  for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
-    for (uint32_t at = 0; at < bytes; at += 32) {
-      __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[i] + at));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(base + to[i] + at), half);
+    const uint8_t* record = from[i];
+    uint8_t* place = base + to[i];
+#pragma GCC unroll 8
+    for (uint32_t at = 0; at < end; at += kLineBytes) {
+      const __m512i line = _mm512_loadu_si512(record + at);
+      if constexpr (kStream) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(place + at), line);
+      } else {
+        _mm512_storeu_si512(place + at, line);
+      }
     }
   }
 }
 
-__attribute__((target("avx2"))) void stream_avx2(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
-                                                 size_t count, uint32_t bytes) {
+template <bool kStream, uint32_t kBytes>
+__attribute__((target("avx2"))) void copy_avx2(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
+                                               size_t count, uint32_t bytes) {
+  const uint32_t end = kBytes > 0 ? kBytes : bytes;
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
-    for (uint32_t at = 0; at < bytes; at += 32) {
-      __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[i] + at));
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(base + to[i] + at), half);
+    const uint8_t* record = from[i];
+    uint8_t* place = base + to[i];
+#pragma GCC unroll 16
+    for (uint32_t at = 0; at < end; at += 32) {
+      const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(record + at));
+      if constexpr (kStream) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(place + at), half);
+      } else {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + at), half);
+      }
     }
   }
 }
@@ -62,35 +54,35 @@ __attribute__((target("avx2"))) void stream_avx2(const uint8_t* const* from, uin
 #endif
 
 void copy_portable(const uint8_t* const* from, uint8_t* base, const uint64_t* to, size_t count, uint32_t bytes) {
-  for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) prefetch(from[i + kAhead], bytes);
-    std::memcpy(base + to[i], from[i], bytes);
-  }
+  for (size_t i = 0; i < count; ++i) std::memcpy(base + to[i], from[i], bytes);
 }
 
 using Copy = void (*)(const uint8_t* const*, uint8_t*, const uint64_t*, size_t, uint32_t);
+
+// By whether it goes through the caches, and by what is known of the size.
 struct Copies {
-  Copy cached;
-  Copy streaming;
+  Copy any[2], of_512[2];
 };
 
 Copies best_copies() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return {copy_avx512, stream_avx512};
-  if (__builtin_cpu_supports("avx2")) return {copy_avx2, stream_avx2};
+  if (__builtin_cpu_supports("avx512f"))
+    return {{copy_avx512<false, 0>, copy_avx512<true, 0>}, {copy_avx512<false, 512>, copy_avx512<true, 512>}};
+  if (__builtin_cpu_supports("avx2"))
+    return {{copy_avx2<false, 0>, copy_avx2<true, 0>}, {copy_avx2<false, 512>, copy_avx2<true, 512>}};
 #endif
-  return {copy_portable, copy_portable};
+  return {{copy_portable, copy_portable}, {copy_portable, copy_portable}};
 }
+
+const Copies copies = best_copies();
 
 }  // namespace
 
 void copy_records(const uint8_t* const* from, uint8_t* base, const uint64_t* to, size_t count, uint32_t bytes,
                   bool past_caches) {
-  static const Copies copies = best_copies();
   if (count == 0) return;
-  for (size_t i = 0; i < kAhead && i < count; ++i) prefetch(from[i], bytes);
-  bool aligned = reinterpret_cast<uintptr_t>(base + to[0]) % kLine == 0;  // then all are: records are whole lines
-  (aligned && past_caches ? copies.streaming : copies.cached)(from, base, to, count, bytes);
+  const bool aligned = reinterpret_cast<uintptr_t>(base + to[0]) % kLineBytes == 0;  // then all are: whole lines
+  (bytes == 512 ? copies.of_512 : copies.any)[aligned && past_caches](from, base, to, count, bytes);
 }
 
 }  // namespace headgate

@@ -4,6 +4,8 @@
 #include <bit>
 
 #include "ring/futex.h"
+#include "store/record_locator.h"
+#include "store/record_pipe.h"
 
 namespace headgate {
 namespace {
@@ -13,7 +15,8 @@ constexpr uint32_t kStepBytes = 128 << 10;
 constexpr uint32_t kStepRecordsMin = 16;
 // A window whose pages were never touched costs a page fault per record: then a step ends by time.
 constexpr uint64_t kStepNs = 20'000;
-constexpr uint32_t kRecordsAtOnce = 64;  // between two looks at the time
+constexpr uint32_t kAskedFirst = 16;   // records that memory is asked for while the others are found
+constexpr uint32_t kLookRecords = 64;  // between two looks at the time
 
 // A portion that has to be read bounds what one run pins and plans; many reads at once keep the disk busy.
 constexpr uint32_t kPortionExtents = 256;
@@ -31,19 +34,36 @@ constexpr uint64_t kPlanCost = 64;
 
 uint32_t step_records(uint32_t record_bytes) { return std::max(kStepRecordsMin, kStepBytes / record_bytes); }
 
+// Read at once: this many extents are claimed under one lock, and a read of others waits behind no more than so much.
+constexpr size_t kExtentsAtOnce = 64;
+constexpr uint32_t kBlocksAtOnce = 64;
+static_assert(kBlocksAtOnce <= IoEngine::kBeyondRoom);  // each a request of its own
+
+// Where all that is only read through goes, of all threads.
+uint8_t* scrap() {
+  static_assert(DiskCost::kThroughMax * kBlockBytes <= HugePage::kBytes);
+  static const HugePage page;
+  return page.data();
+}
+
+uint16_t blocks_of(const IoPart& part) { return uint16_t(((1u << part.count) - 1) << part.first); }
+
 uint64_t bytes_of(const Portion& p) {
   return sizeof(Portion) + p.uses.size() * sizeof(ExtentUse) + p.places.size() * (sizeof(uint16_t) + sizeof(uint32_t));
 }
 
 }  // namespace
 
-GatherPath::GatherPath(Frames& frames, IoEngine& io, Counters& counters)
-    : frames_(frames), io_(io), counters_(counters) {
+GatherPath::GatherPath(Frames& frames, IoEngine& io, Counters& counters, uint32_t through_blocks)
+    : frames_(frames), io_(io), counters_(counters), through_(std::min(through_blocks, DiskCost::kThroughMax)) {
   plan_.uses.reserve(kPortionExtents);
   plan_.offsets.reserve(kPortionRecords);
   plan_.places.reserve(kPortionRecords);
   pairs_.resize(kPortionRecords);
-  landings_.reserve(io.depth());
+  landings_.reserve(kReadsPerFlush * Io::kBlocksMax);
+  from_.resize(kStepBytes / kLineBytes);
+  to_.resize(kStepBytes / kLineBytes);
+  used_.reserve(Frames::kUsesKept + kPortionExtents);
 }
 
 Fault GatherPath::validate(const Run& run, Op op, uint16_t layer, const Binding& binding,
@@ -68,139 +88,269 @@ Fault GatherPath::validate(std::span<const Pair> pairs, const Run& run, uint16_t
 }
 
 Need GatherPath::step(RunTask& t, bool may_read, uint64_t& cost) {
-  if (t.fault != Fault::kNone || t.cursor == t.total) return release(t), Need::kNothing;
-  if (!t.portion) return t.cold ? begin_cold(t, may_read, cost) : begin_hot(t, cost);
+  if (t.fault != Fault::kNone || t.cursor == t.total) {
+    if (t.io_in_flight == 0) release(t);
+    return Need::kNothing;
+  }
+  if (!t.portion) return t.cold ? begin_cold(t, may_read, cost) : serve_hot(t, cost);
   Portion& p = *t.portion;
   if (p.next_use == 0 && p.copied == 0) {
-    frames_.refresh(p.uses);
-    cost += p.uses.size() * kPlanCost;
-    if (!std::all_of(p.uses.begin(), p.uses.end(), [](const ExtentUse& use) { return use.ready; })) {
-      bool tried = all_claimed(t) && p.next_read > 0;
-      p.next_read = 0;
-      return tried ? Need::kOther : Need::kTransfer;
+    if (!p.claimed()) return Need::kTransfer;
+    if (p.in_flight > 0) {
+      if (rolls(t) && roll(t, may_read, cost)) return Need::kTransfer;
+      return t.fault == Fault::kNone ? Need::kLanding : Need::kNothing;
     }
+    const Frames::Missing missing = frames_.refresh(p.uses);
+    cost += p.uses.size() * kPlanCost;
+    if (missing == Frames::Missing::kBeingRead) return Need::kOther;
+    if (missing == Frames::Missing::kUnclaimed) return p.next_read = 0, Need::kTransfer;
   }
   deliver_some(t, p, cost);
   if (p.next_use < p.uses.size()) return Need::kTurn;
   t.cursor += uint32_t(p.places.size());
-  release(t);
+  drop(t, t.portion);
+  t.portion = std::move(t.ahead);
   return t.cursor == t.total ? Need::kNothing : Need::kTurn;
 }
 
 // Serves from frames what one step can copy: nothing is kept beyond it.
-Need GatherPath::begin_hot(RunTask& t, uint64_t& cost) {
-  uint32_t records = step_records(t.binding().record_bytes());
-  if (!plan(t, std::min(t.total - t.cursor, records), kPortionExtents)) return Need::kNothing;
-  cost += plan_.places.size() * kPlanCost;
-  size_t pinned = frames_.acquire(plan_.uses, 0);
-  if (pinned < plan_.uses.size()) {
-    t.cold = true;
-    uint32_t served = plan_.uses[pinned].first;
-    plan_.uses.resize(pinned);
-    plan_.places.resize(served);
+Need GatherPath::serve_hot(RunTask& t, uint64_t& cost) {
+  const uint32_t records = std::min(t.total - t.cursor, step_records(t.binding().record_bytes()));
+  if (!copy_pairs(t, t.cursor, records)) return Need::kNothing;
+  const uint32_t begun = t.cursor;
+  add(counters_.portions);
+  plan_.uses.clear();
+  struct Holds {
+    ~Holds() { frames.let_go(uses); }
+    Frames& frames;
+    const std::vector<ExtentUse>& uses;
+  };
+  {
+    const Holds holds{frames_, plan_.uses};
+    t.cursor += copy_hot(t, records, cost);
   }
-  if (pinned == 0) return Need::kTurn;
-  t.cursor += deliver_some(t, plan_, cost);
-  frames_.release(plan_.uses);
+  auto untouched = [&](const ExtentUse& use) { return use.count == 0 || begun + use.first >= t.cursor; };
+  while (!plan_.uses.empty() && untouched(plan_.uses.back())) plan_.uses.pop_back();
+  trace(t, plan_.uses);
+  add(counters_.extent_hits, plan_.uses.size());
+  t.spent.hits += uint32_t(plan_.uses.size());
+  for (const ExtentUse& use : plan_.uses) used_.push_back(use.frame);
+  frames_.tell(used_);
   return t.cursor == t.total ? Need::kNothing : Need::kTurn;
+}
+
+// Finds the next records and holds their frames, up to the first one that is not there, and copies what it has found,
+// or some of it if that takes longer than a step; returns how many. Holds come before copies: a locked add behind
+// stores that bypass the caches waits for all of them. What it holds is in plan_.uses.
+uint32_t GatherPath::copy_hot(RunTask& t, uint32_t records, uint64_t& cost) {
+  const Binding& binding = t.binding();
+  const uint32_t bytes = binding.record_bytes();
+  const uint64_t lane = binding.window(t.layer, t.run.lane).offset, now = now_ns(), end_ns = now + kStepNs;
+  t.spent.turn(Wait::kCopy, now);
+  const bool paired = t.op == Op::kGather;
+  Worker& worker = t.shard->worker;
+  PullWindow* const pull = paired && t.ring->consumer->device() ? worker.pull : nullptr;
+  if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = now;
+  t.shard->unfenced = true;
+  RecordLocator locate(binding, t.layer, t.run.lane, frames_.extent_blocks());
+  ExtentUse* use = nullptr;
+  const uint8_t* frame = nullptr;
+  uint16_t valid = 0;
+  uint32_t i = 0, found = 0, pulled = 0;
+  for (; i < records; ++i) {
+    const RecordPlace at = locate(paired ? pairs_[i].record : t.run.first_pair + t.cursor + i);
+    if (!use || use->extent != at.extent || use->pack != at.pack) {
+      if (plan_.uses.size() == kPortionExtents) break;
+      ExtentUse next{at.pack, at.extent, kNoFrame, i, 0, 0, 0, true, false};
+      t.cold = !frames_.hold(next);
+      if (t.cold) break;
+      use = &plan_.uses.emplace_back(next);
+      frame = frames_.address(use->frame);
+      valid = frames_.valid(use->frame);
+    }
+    t.cold = (valid >> at.block & 1) == 0;
+    if (t.cold) break;
+    if (use->count == 0 && pull && worker.arena->has(use->frame))
+      use->kept = t.ring->pulled.keep(t.ticket->seq, use->frame);
+    use->wanted |= uint16_t(1u << at.block);
+    ++use->count;
+    const uint64_t place = lane + uint64_t{paired ? pairs_[i].place : uint32_t(t.run.arg) + t.cursor + i} * bytes;
+    if (use->kept) {
+      const uint64_t line = worker.arena->offset(use->frame) + at.offset;
+      pull->name(&place, &line, 1);
+      ++pulled;
+    } else {
+      if (found < kAskedFirst) prefetch_record(frame + at.offset, bytes);
+      from_[found] = frame + at.offset;
+      to_[found++] = place;
+    }
+  }
+  if (pulled > 0) frames_.keep(plan_.uses);
+  cost += i * kPlanCost;
+  shim::dawdle();
+  RecordPipe pipe(*worker.window, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
+  uint32_t copied = 0;
+  for (; copied < found; ++copied) {
+    if (copied % kLookRecords == 0 && copied > 0 && pulled == 0 && now_ns() >= end_ns) break;
+    pipe.put(from_[copied], to_[copied]);
+  }
+  pipe.finish();
+  count(t, copied, pulled, cost);
+  if (copied == found) return i;
+  t.cold = false;  // nobody knows yet: there is more before that
+  return copied;
+}
+
+void GatherPath::count(const RunTask& t, uint32_t copied, uint32_t pulled, uint64_t& cost) {
+  const uint64_t bytes = t.binding().record_bytes();
+  add(counters_.records_copied, copied);
+  add(counters_.bytes_copied, copied * bytes);
+  if (pulled > 0) add(counters_.records_pulled, pulled);
+  add(t.shard->turns->owner.frames.moved_bytes, (copied + pulled) * bytes);
+  cost += copied * bytes + pulled * kPlanCost;
 }
 
 // Pins what a portion needs, as far as its owner's share of the free frames goes, and keeps the plan until it is read.
 Need GatherPath::begin_cold(RunTask& t, bool may_read, uint64_t& cost) {
   uint32_t room = may_read ? cold_max(t) : 0;
   if (room == 0) return Need::kFrames;
-  if (!plan(t, std::min(t.total - t.cursor, kPortionRecords), kPortionExtents)) return Need::kNothing;
+  if (pin(t, t.cursor, room, cost) == 0) return t.fault == Fault::kNone ? Need::kFrames : Need::kNothing;
+  t.cold = std::any_of(plan_.uses.begin(), plan_.uses.end(), [](const ExtentUse& use) { return !use.ready; });
+  keep(t, t.portion);
+  if (t.cold) return Need::kTransfer;
+  t.portion->next_read = t.portion->uses.size();
+  return Need::kTurn;
+}
+
+// Pins and keeps what follows the portion; false if it has to wait until that is delivered, or a pair is wrong.
+bool GatherPath::roll(RunTask& t, bool may_read, uint64_t& cost) {
+  uint32_t room = may_read ? cold_max(t) : 0;
+  if (room == 0 || pin(t, t.cursor + uint32_t(t.portion->places.size()), room, cost) == 0) return false;
+  try {
+    keep(t, t.ahead);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  return true;
+}
+
+// Plans a portion from a record on, and pins as much of it as there are frames for, `room` of them not ready at most;
+// returns how many extents.
+size_t GatherPath::pin(RunTask& t, uint32_t from, uint32_t room, uint64_t& cost) {
+  if (!plan(t, from, std::min(t.total - from, kPortionRecords), kPortionExtents)) return 0;
   cost += plan_.places.size() * kPlanCost;
   size_t pinned = frames_.acquire(plan_.uses, room);
+  const auto hits = std::count_if(plan_.uses.begin(), plan_.uses.begin() + ptrdiff_t(pinned),
+                                  [](const ExtentUse& use) { return use.ready; });
+  t.spent.hits += uint32_t(hits), t.spent.misses += uint32_t(pinned - size_t(hits));
+  trace(t, {plan_.uses.data(), pinned});
   if (pinned < plan_.uses.size()) {
     uint32_t served = plan_.uses[pinned].first;
     plan_.uses.resize(pinned);
     plan_.places.resize(served);
     plan_.offsets.resize(served);
   }
-  if (pinned == 0) return Need::kFrames;
-  t.cold = std::any_of(plan_.uses.begin(), plan_.uses.end(), [](const ExtentUse& use) { return !use.ready; });
-  keep(t);
-  return t.cold ? Need::kTransfer : Need::kTurn;
+  return pinned;
 }
 
-// Copies the records' descriptors out of shared memory, checks them and finds their extents and places. False: a pair
-// is wrong. Records of earlier portions may have reached their places by then, all within the worker's own lane, where
-// nothing is read before the run's cell says OK.
-bool GatherPath::plan(RunTask& t, uint32_t records, size_t extents) {
+// Copies the records' descriptors out of shared memory and checks them. False: a pair is wrong. Records of earlier
+// portions may have reached their places by then, all within the worker's own lane, where nothing is read before the
+// run's cell says OK.
+bool GatherPath::copy_pairs(RunTask& t, uint32_t from, uint32_t records) {
+  if (t.op != Op::kGather) return true;
+  const std::span<Pair> pairs(pairs_.data(), records);
+  t.ring->consumer->copy_pairs(*t.ticket, t.run.first_pair + from, pairs);
+  t.fault = validate(pairs, t.run, t.layer, t.binding());
+  return t.fault == Fault::kNone;
+}
+
+// Finds the extents and places of as many records as lie in so many extents. False: a pair is wrong.
+bool GatherPath::plan(RunTask& t, uint32_t from, uint32_t records, size_t extents) {
+  if (!copy_pairs(t, from, records)) return false;
   add(counters_.portions);
-  const Binding& binding = t.binding();
-  const uint32_t record_bytes = binding.record_bytes();
-  const uint32_t per_block_count = records_per_block(record_bytes);
-  const Divider per_block(per_block_count), per_extent(frames_.extent_blocks());
   const bool paired = t.op == Op::kGather;
-  if (paired) {
-    std::span<Pair> pairs(pairs_.data(), records);
-    t.ring->consumer->copy_pairs(*t.ticket, t.run.first_pair + t.cursor, pairs);
-    t.fault = validate(pairs, t.run, t.layer, binding);
-    if (t.fault != Fault::kNone) return false;
-  }
+  RecordLocator locate(t.binding(), t.layer, t.run.lane, frames_.extent_blocks());
   plan_.uses.clear();
   plan_.offsets.resize(records);
   plan_.places.resize(records);
   plan_.next_read = plan_.next_use = plan_.copied = 0;
-  RecordOrigin origin{0, 0, 0};
-  PackFile* pack = nullptr;
-  uint32_t segment_block = 0;
   uint32_t i = 0;
   for (; i < records; ++i) {
-    uint32_t record = paired ? pairs_[i].record : t.run.first_pair + t.cursor + i;
-    if (record < origin.first || record >= origin.end) {
-      origin = binding.origin(record);
-      pack = &binding.pack(origin.pack);
-      segment_block = pack->segment_block(0, t.layer, t.run.lane);
-    }
-    uint32_t index = record - origin.first;
-    uint32_t block_in_segment = per_block(index);
-    uint32_t block = segment_block + block_in_segment;
-    uint32_t extent = per_extent(block);
-    uint32_t block_in_extent = block - extent * frames_.extent_blocks();
-    if (plan_.uses.empty() || plan_.uses.back().extent != extent || plan_.uses.back().pack != pack) {
+    const RecordPlace at = locate(paired ? pairs_[i].record : t.run.first_pair + from + i);
+    if (plan_.uses.empty() || plan_.uses.back().extent != at.extent || plan_.uses.back().pack != at.pack) {
       if (plan_.uses.size() == extents) break;
-      plan_.uses.push_back({pack, extent, kNoFrame, i, 0, 0, 0, false, false});
+      plan_.uses.push_back({at.pack, at.extent, kNoFrame, i, 0, 0, 0, false, false});
     }
-    plan_.uses.back().wanted |= uint16_t(1u << block_in_extent);
+    plan_.uses.back().wanted |= uint16_t(1u << at.block);
     ++plan_.uses.back().count;
-    uint32_t offset = (index - block_in_segment * per_block_count) * record_bytes;
-    plan_.offsets[i] = uint16_t(block_in_extent * kBlockBytes + offset);
-    plan_.places[i] = paired ? pairs_[i].place : uint32_t(t.run.arg) + t.cursor + i;
+    plan_.offsets[i] = uint16_t(at.offset);
+    plan_.places[i] = paired ? pairs_[i].place : uint32_t(t.run.arg) + from + i;
   }
   plan_.offsets.resize(i);
   plan_.places.resize(i);
   return true;
 }
 
+// For whoever listens.
+void GatherPath::trace(const RunTask& t, std::span<const ExtentUse> uses) {
+  if (!frames_.accesses().on()) return;
+  const Worker& worker = t.shard->worker;
+  Access at_once[64];
+  for (const uint64_t now = now_ns(); !uses.empty();) {
+    const size_t count = std::min(uses.size(), std::size(at_once));
+    for (size_t i = 0; i < count; ++i) {
+      const ExtentUse& use = uses[i];
+      at_once[i] = {.time_ns = now,
+                    .pack = use.pack->name(),
+                    .extent = use.extent,
+                    .owner = worker.owner,
+                    .worker = worker.id,
+                    .slot_epoch = t.run.slot_epoch,
+                    .slot = uint16_t(t.run.slot),
+                    .layer = t.layer,
+                    .lane = t.run.lane,
+                    .wanted = use.wanted,
+                    .records = uint16_t(use.count),
+                    .hit = use.ready,
+                    .bulk = t.bulk(),
+                    .unused = 0};
+    }
+    frames_.accesses().record({at_once, count});
+    uses = uses.subspan(count);
+  }
+}
+
 // The plan in memory of its own, exactly as large as it is.
-void GatherPath::keep(RunTask& t) {
+void GatherPath::keep(RunTask& t, std::unique_ptr<Portion>& as) {
   try {
-    t.portion = std::make_unique<Portion>(plan_);
+    as = std::make_unique<Portion>(plan_);
   } catch (...) {
     frames_.release(plan_.uses);
     throw;
   }
-  uint64_t bytes = bytes_of(*t.portion);
+  uint64_t bytes = bytes_of(*as);
   plan_bytes_ += bytes;
   Owner& owner = t.shard->turns->owner;
   owner.plan_bytes += bytes;
   ++owner.portions[t.bulk()];
-  owner.frames.held[t.bulk()].fetch_add(uint32_t(t.portion->uses.size()), std::memory_order_relaxed);
+  owner.frames.held[t.bulk()].fetch_add(uint32_t(as->uses.size()), std::memory_order_relaxed);
 }
 
 void GatherPath::release(RunTask& t) {
-  if (!t.portion) return;
-  frames_.release(t.portion->uses);
-  uint64_t bytes = bytes_of(*t.portion);
+  drop(t, t.portion);
+  drop(t, t.ahead);
+}
+
+void GatherPath::drop(RunTask& t, std::unique_ptr<Portion>& portion) {
+  if (!portion) return;
+  frames_.release(portion->uses);
+  uint64_t bytes = bytes_of(*portion);
   plan_bytes_ -= bytes;
   Owner& owner = t.shard->turns->owner;
   owner.plan_bytes -= bytes;
   --owner.portions[t.bulk()];
-  owner.frames.held[t.bulk()].fetch_sub(uint32_t(t.portion->uses.size()), std::memory_order_relaxed);
-  t.portion.reset();
+  owner.frames.held[t.bulk()].fetch_sub(uint32_t(portion->uses.size()), std::memory_order_relaxed);
+  portion.reset();
 }
 
 // How many frames the run may wait for; 0: not now. Its owner holds no more than is left free, and bulk half of that,
@@ -220,66 +370,159 @@ uint32_t GatherPath::cold_max(const RunTask& t) const {
   return std::min(left, portion);
 }
 
-uint64_t GatherPath::read(RunTask& t, size_t count) {
-  Portion& p = *t.portion;
-  std::span<ExtentUse> uses(p.uses.data() + p.next_read, std::min(count, p.uses.size() - p.next_read));
-  frames_.claim(uses);
-  uint64_t bytes = 0;
-  for (const ExtentUse& use : uses) {
-    t.io_in_flight += read(use, &t);
-    bytes += uint64_t(std::popcount(use.to_read)) * kBlockBytes;
-  }
+uint64_t GatherPath::read(RunTask& t, uint32_t requests) {
+  Portion& p = t.portion->claimed() ? *t.ahead : *t.portion;
+  std::span<ExtentUse> uses = next_to_read(p, requests);
+  const uint32_t through = p.singly ? 0 : through_;
+  frames_.claim(uses, through);
   p.next_read += uses.size();
+  Io io{};
+  io.site = Site::kGather;
+  io.run = &t;
+  io.portion = &p;
+  io.bulk = t.bulk();
+  uint32_t queued = 0;
+  const uint64_t bytes = read_blocks(uses, through, io, queued);
+  p.in_flight += queued;
+  t.io_in_flight += queued;
+  t.spent.read_bytes += bytes;
   return bytes;
 }
 
-uint32_t GatherPath::read(const ExtentUse& use, RunTask* run) {
-  uint32_t reads = 0;
-  for (uint32_t left = use.to_read; left != 0; ++reads) {
-    uint32_t first = uint32_t(std::countr_zero(left));
-    uint32_t count = uint32_t(std::countr_one(left >> first));
-    left &= ~(((1u << count) - 1) << first);
-    Io io{};
-    io.site = run ? Site::kGather : Site::kReadAhead;
-    io.fd = use.pack->fd();
-    io.buffer = frames_.address(use.frame) + uint64_t{first} * kBlockBytes;
-    io.bytes = count * kBlockBytes;
-    io.offset = (uint64_t{use.extent} * frames_.extent_blocks() + first + 1) * kBlockBytes;
-    io.run = run;
-    io.bulk = run && run->bulk();
-    io.pack = use.pack;
-    io.frame = use.frame;
-    io.extent = use.extent;
-    io.first_block = first;
-    io_.collect(io);
+uint32_t GatherPath::read_ahead(const ExtentUse& use) {
+  uint32_t requests = 0;
+  Io io{};
+  io.site = Site::kReadAhead;
+  read_blocks({&use, 1}, 0, io, requests);
+  return requests;
+}
+
+// As many as are read in about so many requests, as far as can be told before they are claimed.
+std::span<ExtentUse> GatherPath::next_to_read(Portion& p, uint32_t requests) const {
+  const PackFile* pack = nullptr;
+  uint64_t next = 0;  // the block behind the last wanted one
+  uint32_t made = 0, blocks = 0;
+  size_t end = p.next_read;
+  for (; end < p.uses.size() && end - p.next_read < kExtentsAtOnce; ++end) {
+    const ExtentUse& use = p.uses[end];
+    if (use.ready) continue;
+    const uint64_t begin = uint64_t{use.extent} * frames_.extent_blocks();
+    const uint64_t first = begin + uint32_t(std::countr_zero(use.wanted));
+    const bool near = use.pack == pack && first >= next && first - next <= through_;
+    made += !near || p.singly;
+    blocks += frames_.extent_blocks();
+    if (blocks > frames_.extent_blocks() && (made > requests || blocks > kBlocksAtOnce)) break;
+    pack = use.pack;
+    next = begin + uint32_t(std::bit_width(use.wanted));
   }
-  return reads;
+  return {p.uses.data() + p.next_read, end - p.next_read};
+}
+
+// Makes requests of what the uses have claimed, each like `request`, and adds up how many. At most `through` blocks
+// between two of them are read through. Returns bytes.
+uint64_t GatherPath::read_blocks(std::span<const ExtentUse> uses, uint32_t through, Io request, uint32_t& requests) {
+  Io io = request;
+  uint64_t next = 0, bytes = 0;  // the block behind the request
+  const bool singly = request.portion && request.portion->singly;
+  auto collect = [&] {
+    if (io.bytes == 0) return;
+    bytes += io.bytes;
+    ++requests;
+    io_.collect(io);
+  };
+  for (const ExtentUse& use : uses) {
+    const uint64_t begin = uint64_t{use.extent} * frames_.extent_blocks();
+    for (uint32_t left = use.to_read; left != 0; left &= left - 1) {
+      const uint32_t in_frame = uint32_t(std::countr_zero(left));
+      const uint64_t block = begin + in_frame;
+      const bool joins = io.bytes > 0 && io.pack == use.pack && block >= next && block - next <= through && !singly &&
+                         io.bytes / kBlockBytes + (block - next) < Io::kBlocksMax;
+      if (joins) {
+        put_through(io, uint32_t(block - next));
+      } else {
+        collect();
+        io = request;
+        io.pack = use.pack;
+        io.fd = use.pack->fd();
+        io.offset = (block + 1) * kBlockBytes;
+      }
+      put_block(io, use.frame, in_frame);
+      next = block + 1;
+    }
+  }
+  collect();
+  return bytes;
+}
+
+void GatherPath::put_block(Io& io, uint32_t frame, uint32_t block) {
+  uint8_t* to = frames_.address(frame) + uint64_t{block} * kBlockBytes;
+  IoPart* part = io.part_count > 0 ? &io.parts[io.part_count - 1] : nullptr;
+  if (part && part->frame == frame && part->first + part->count == block) {
+    ++part->count;
+  } else {
+    io.parts[io.part_count++] = {frame, uint16_t(block), 1};
+  }
+  iovec* piece = io.piece_count > 0 ? &io.pieces[io.piece_count - 1] : nullptr;
+  if (piece && static_cast<uint8_t*>(piece->iov_base) + piece->iov_len == to) {
+    piece->iov_len += kBlockBytes;
+  } else {
+    io.pieces[io.piece_count++] = {to, kBlockBytes};
+  }
+  io.bytes += kBlockBytes;
+}
+
+void GatherPath::put_through(Io& io, uint32_t blocks) {
+  if (blocks == 0) return;
+  io.parts[io.part_count++] = {kNoFrame, 0, uint16_t(blocks)};
+  io.pieces[io.piece_count++] = {scrap(), uint64_t{blocks} * kBlockBytes};
+  io.bytes += blocks * kBlockBytes;
+  add(counters_.nvme_through_bytes, uint64_t{blocks} * kBlockBytes);
 }
 
 void GatherPath::landed(const Io& io, int error) {
-  uint32_t count = io.bytes / kBlockBytes;
-  uint16_t all = uint16_t(((1u << count) - 1) << io.first_block);
-  uint16_t good = 0;
-  uint32_t first = io.extent * frames_.extent_blocks() + io.first_block;
-  for (uint32_t b = 0; error == 0 && b < count; ++b)
-    if (io.pack->block_ok(first + b, io.buffer + uint64_t{b} * kBlockBytes))
-      good |= uint16_t(1u << (io.first_block + b));
+  uint16_t good[Io::kBlocksMax] = {};  // of each part
+  uint32_t block = uint32_t(io.offset / kBlockBytes) - 1;
+  bool all_good = true;
+  for (uint32_t i = 0; i < io.part_count; block += io.parts[i++].count) {
+    const IoPart& part = io.parts[i];
+    if (part.frame == kNoFrame) continue;
+    const uint8_t* data = frames_.address(part.frame) + uint64_t{part.first} * kBlockBytes;
+    for (uint32_t b = 0; error == 0 && b < part.count; ++b)
+      if (io.pack->block_ok(block + b, data + uint64_t{b} * kBlockBytes)) good[i] |= uint16_t(1u << (part.first + b));
+    const uint16_t bad = uint16_t(blocks_of(part) & ~good[i]);
+    if (error == 0) add(counters_.crc_errors, uint64_t(std::popcount(bad)));
+    landings_.push_back({part.frame, good[i], bad, io.run == nullptr});
+    all_good &= bad == 0;
+  }
   if (error == 0) {
     add(counters_.nvme_read_bytes, io.bytes);
     add(counters_.nvme_read_ops);
-    add(counters_.crc_errors, uint64_t(std::popcount(uint32_t(all & ~good))));
   }
   Histograms& times = counters_.times;
   (io.run ? io.bulk ? times.read_bulk : times.read_decode : times.read_ahead).record_ns(now_ns() - io.submitted_ns);
-  landings_.push_back({io.frame, good, uint16_t(all & ~good), io.run == nullptr});
-  if (io.run) --io.run->io_in_flight;
-  if (good == all) return;
+  if (io.run) --io.run->io_in_flight, --io.portion->in_flight;
+  if (!all_good) lose(io, error, good);
+}
+
+// Only a block that this run wants may fail it; others were read along. A request that failed for one of those, as far
+// as anybody knows, is made anew for each wanted block.
+void GatherPath::lose(const Io& io, int error, std::span<const uint16_t> good) {
   if (error == 0 || error == ENODATA) io.pack->damaged.store(true, std::memory_order_relaxed);
-  if (!io.run || !io.run->portion) return;
-  // Only a block that this run wants may fail it; the rest of the extent was read along.
-  bool wanted = false;
-  for (const ExtentUse& use : io.run->portion->uses) wanted |= use.frame == io.frame && (use.wanted & all & ~good) != 0;
-  if (wanted) io.run->fault = error == 0 || error == ENODATA ? Fault::kDataLoss : Fault::kUnavailable;
+  if (!io.portion) return;
+  bool wanted_lost = false, all_wanted = true;
+  for (uint32_t i = 0; i < io.part_count; ++i) {
+    uint16_t wanted = 0;
+    for (const ExtentUse& use : io.portion->uses)
+      if (use.frame == io.parts[i].frame) wanted |= use.wanted;
+    const uint16_t blocks = blocks_of(io.parts[i]);
+    wanted_lost |= (wanted & blocks & ~good[i]) != 0;
+    all_wanted &= io.parts[i].frame != kNoFrame && (blocks & ~wanted) == 0;
+  }
+  if (error != 0 && !all_wanted) {
+    io.portion->singly = true;
+  } else if (wanted_lost) {
+    io.run->fault = error == 0 || error == ENODATA ? Fault::kDataLoss : Fault::kUnavailable;
+  }
 }
 
 void GatherPath::flush_landings() {
@@ -288,51 +531,36 @@ void GatherPath::flush_landings() {
   landings_.clear();
 }
 
-// Delivers what one step may, from where the last one stopped; every extent of the portion is ready. Returns how many
-// records that were.
-uint32_t GatherPath::deliver_some(RunTask& t, Portion& p, uint64_t& cost) {
+// Delivers what one step may, from where the last one stopped; every extent of the portion is ready.
+void GatherPath::deliver_some(RunTask& t, Portion& p, uint64_t& cost) {
   const Binding& binding = t.binding();
   const uint32_t bytes = binding.record_bytes();
-  const uint32_t limit = step_records(bytes);
-  const uint64_t end_ns = now_ns() + kStepNs;
+  const uint64_t lane = binding.window(t.layer, t.run.lane).offset, now = now_ns(), end_ns = now + kStepNs;
+  t.spent.turn(Wait::kCopy, now);
   Worker& worker = t.shard->worker;
   PullWindow* const pull = t.op == Op::kGather && t.ring->consumer->device() ? worker.pull : nullptr;
-  const uint64_t lane = binding.window(t.layer, t.run.lane).offset;
-  if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = end_ns - kStepNs;
-  const uint8_t* from[kRecordsAtOnce];
-  uint64_t to[kRecordsAtOnce], named_at[kRecordsAtOnce], named_to[kRecordsAtOnce];
-  uint32_t copied = 0, pulled = 0;
-  do {
-    uint32_t at_once = std::min(kRecordsAtOnce, limit - copied - pulled), count = 0, named = 0;
-    while (count + named < at_once && p.next_use < p.uses.size()) {
-      ExtentUse& use = p.uses[p.next_use];
-      if (pull && p.copied == 0 && worker.arena->has(use.frame))
-        use.kept = t.ring->pulled.keep(t.ticket->seq, use.frame);
-      const uint8_t* frame = frames_.address(use.frame);
-      uint32_t end = std::min(use.count, p.copied + (at_once - count - named));
-      for (; p.copied < end; ++p.copied) {
-        const uint32_t record = use.first + p.copied;
-        const uint64_t place = lane + uint64_t{p.places[record]} * bytes;
-        if (use.kept) {
-          named_at[named] = worker.arena->offset(use.frame) + p.offsets[record];
-          named_to[named++] = place;
-        } else {
-          from[count] = frame + p.offsets[record];
-          to[count++] = place;
-        }
-      }
-      if (p.copied == use.count) ++p.next_use, p.copied = 0;
+  if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = now;
+  t.shard->unfenced = true;
+  RecordPipe pipe(*worker.window, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
+  const uint32_t limit = step_records(bytes);
+  uint32_t i = 0, pulled = 0;
+  for (; i < limit && p.next_use < p.uses.size(); ++i) {
+    if (i % kLookRecords == 0 && i > 0 && now_ns() >= end_ns) break;
+    ExtentUse& use = p.uses[p.next_use];
+    if (pull && p.copied == 0 && worker.arena->has(use.frame)) use.kept = t.ring->pulled.keep(t.ticket->seq, use.frame);
+    const uint32_t record = use.first + p.copied;
+    const uint64_t place = lane + uint64_t{p.places[record]} * bytes;
+    if (use.kept) {
+      const uint64_t line = worker.arena->offset(use.frame) + p.offsets[record];
+      pull->name(&place, &line, 1);
+      ++pulled;
+    } else {
+      pipe.put(frames_.address(use.frame) + p.offsets[record], place);
     }
-    t.shard->unfenced = true;
-    if (count > 0) worker.window->deliver(from, to, count, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
-    if (named > 0) pull->name(named_to, named_at, named);
-    copied += count, pulled += named;
-  } while (copied + pulled < limit && p.next_use < p.uses.size() && now_ns() < end_ns);
-  add(counters_.records_copied, copied);
-  add(counters_.bytes_copied, copied * uint64_t{bytes});
-  add(counters_.records_pulled, pulled);
-  cost += copied * uint64_t{bytes} + pulled * kPlanCost;
-  return copied + pulled;
+    if (++p.copied == use.count) ++p.next_use, p.copied = 0;
+  }
+  pipe.finish();
+  count(t, i - pulled, pulled, cost);
 }
 
 }  // namespace headgate

@@ -8,28 +8,21 @@
 #include <vector>
 
 #include "store/counters.h"
-#include "store/frames.h"
+#include "store/direct_io.h"
+#include "store/disk_cost.h"
 #include "store/io_engine.h"
 #include "store/ring_work.h"
+#include "store/tier/frames.h"
 
 namespace headgate {
 
-// x / d for x < 2^28 and d <= 64 by one multiplication.
-class Divider {
- public:
-  explicit Divider(uint32_t d) : reciprocal_((uint64_t{1} << 34) / d + 1) {}
-  uint32_t operator()(uint32_t x) const { return uint32_t(x * reciprocal_ >> 34); }
-
- private:
-  uint64_t reciprocal_;
-};
-
 // What a run needs to go on.
-enum class Need : uint8_t { kTurn, kTransfer, kOther, kFrames, kNothing };
+enum class Need : uint8_t { kTurn, kTransfer, kLanding, kOther, kFrames, kNothing };
 
 class GatherPath {
  public:
-  GatherPath(Frames& frames, IoEngine& io, Counters& counters);
+  // through_blocks: how many it reads through rather than make a second request.
+  GatherPath(Frames& frames, IoEngine& io, Counters& counters, uint32_t through_blocks);
 
   // Checks a copied descriptor, pairs excepted: kNone, or why the run is refused.
   static Fault validate(const Run& run, Op op, uint16_t layer, const Binding& binding, const RingGeometry& geometry);
@@ -37,37 +30,61 @@ class GatherPath {
   static Fault validate(std::span<const Pair> pairs, const Run& run, uint16_t layer, const Binding& binding);
 
   // One bounded piece of work: plans a portion, or copies some of it. kTurn: there is more to do. kTransfer: read() is
-  // to be called until it is done. kOther: another run reads what this one waits for. kFrames: nothing is held, and
-  // frames or planning memory are missing. kNothing: the run is over (t.fault says how) and nothing is pinned.
+  // to be called until it is done. kLanding: reads are in flight, and none is to be queued. kOther: another run reads
+  // what this one waits for. kFrames: nothing is held, and frames or planning memory are missing. kNothing: the run is
+  // over (t.fault says how), and nothing is pinned once no read is in flight.
   // `may_read`: whether it may take frames. Adds to `cost` what it did, in bytes. May throw std::bad_alloc.
   Need step(RunTask& t, bool may_read, uint64_t& cost);
-  // Claims and queues reads of the portion's next extents, about `count`; returns their bytes.
-  uint64_t read(RunTask& t, size_t count);
-  static bool all_claimed(const RunTask& t) { return t.portion->next_read == t.portion->uses.size(); }
+  // Claims the portion's next extents and queues their reads, about `requests`; returns their bytes.
+  uint64_t read(RunTask& t, uint32_t requests);
+  static bool all_claimed(const RunTask& t) { return t.portion->claimed() && (!t.ahead || t.ahead->claimed()); }
+  // The portion can be delivered as far as this run's own reads go.
+  static bool landed(const RunTask& t) { return t.portion && t.portion->claimed() && t.portion->in_flight == 0; }
+  // What follows the portion can be planned while its reads are in flight, so that the disk has always something to do.
+  static bool rolls(const RunTask& t) {
+    return t.portion && !t.ahead && t.fault == Fault::kNone && t.cursor + t.portion->places.size() < t.total;
+  }
   // After all reads have ended: gives up frames and planning memory.
   void release(RunTask& t);
 
-  // A read of this thread ended. The frame's state changes at the next flush.
+  // A read of this thread ended. Its frames' state changes at the next flush, of at most so many reads at once.
+  static constexpr size_t kReadsPerFlush = 8;
   void landed(const Io& io, int error);
   void flush_landings();
-  // Queues the reads of use.to_read; returns how many. Without a run it is a read ahead.
-  uint32_t read(const ExtentUse& use, RunTask* run);
+  // Queues the reads ahead of use.to_read; returns how many.
+  uint32_t read_ahead(const ExtentUse& use);
 
  private:
-  Need begin_hot(RunTask& t, uint64_t& cost);
+  Need serve_hot(RunTask& t, uint64_t& cost);
+  uint32_t copy_hot(RunTask& t, uint32_t records, uint64_t& cost);
   Need begin_cold(RunTask& t, bool may_read, uint64_t& cost);
-  bool plan(RunTask& t, uint32_t records, size_t extents);
-  void keep(RunTask& t);
+  bool roll(RunTask& t, bool may_read, uint64_t& cost);
+  size_t pin(RunTask& t, uint32_t from, uint32_t room, uint64_t& cost);
+  bool copy_pairs(RunTask& t, uint32_t from, uint32_t records);
+  bool plan(RunTask& t, uint32_t from, uint32_t records, size_t extents);
+  std::span<ExtentUse> next_to_read(Portion& p, uint32_t requests) const;
+  uint64_t read_blocks(std::span<const ExtentUse> uses, uint32_t through, Io request, uint32_t& requests);
+  void put_block(Io& io, uint32_t frame, uint32_t block);
+  void put_through(Io& io, uint32_t blocks);
+  void lose(const Io& io, int error, std::span<const uint16_t> good);
+  void trace(const RunTask& t, std::span<const ExtentUse> uses);
+  void keep(RunTask& t, std::unique_ptr<Portion>& as);
+  void drop(RunTask& t, std::unique_ptr<Portion>& portion);
   uint32_t cold_max(const RunTask& t) const;
-  uint32_t deliver_some(RunTask& t, Portion& p, uint64_t& cost);
+  void deliver_some(RunTask& t, Portion& p, uint64_t& cost);
+  void count(const RunTask& t, uint32_t copied, uint32_t pulled, uint64_t& cost);
 
   Frames& frames_;
   IoEngine& io_;
   Counters& counters_;
+  const uint32_t through_;
   Portion plan_;  // what is not kept needs no memory of its own
   uint64_t plan_bytes_ = 0;
   std::vector<Landing> landings_;
   std::vector<Pair> pairs_;
+  std::vector<const uint8_t*> from_;  // of a hot step's records
+  std::vector<uint64_t> to_;
+  std::vector<uint32_t> used_;  // frames of hot runs that the policy has not been told of
 };
 
 }  // namespace headgate

@@ -5,8 +5,8 @@
 #include <span>
 #include <vector>
 
-#include "store/read_ahead.h"
 #include "store/ring_work.h"
+#include "store/tier/read_ahead.h"
 
 namespace headgate {
 

@@ -13,7 +13,17 @@ namespace headgate {
 namespace {
 
 BlockTransfer rest_of(const Io& io) {
-  return {io.fd, io.write, io.buffer + io.done, io.bytes - io.done, io.offset + io.done};
+  return {io.fd, io.write, std::span(io.pieces, io.piece_count).subspan(io.piece_done), io.bytes - io.done,
+          io.offset + io.done};
+}
+
+void advance(Io& io, uint32_t bytes) {
+  io.done += bytes;
+  for (; bytes > 0 && bytes >= io.pieces[io.piece_done].iov_len; ++io.piece_done)
+    bytes -= uint32_t(io.pieces[io.piece_done].iov_len);
+  if (bytes == 0) return;
+  iovec& begun = io.pieces[io.piece_done];
+  begun = {static_cast<uint8_t*>(begun.iov_base) + bytes, begun.iov_len - bytes};
 }
 
 }  // namespace
@@ -38,7 +48,7 @@ void IoEngine::collect(const Io& request) {
   Io& io = *free_.back();
   free_.pop_back();
   io = request;
-  io.done = io.retries = 0;
+  io.done = io.piece_done = io.retries = 0;
   io.submitted_ns = now_ns();
   push_back(io);
 }
@@ -86,7 +96,7 @@ bool IoEngine::settle(Io& io, int result, int& error) {
   if (result < 0) return error = -result, true;
   uint32_t whole = uint32_t(result) / kBlockBytes * kBlockBytes;
   if (whole == 0) return error = ENODATA, true;
-  io.done += whole;
+  advance(io, whole);
   if (io.done < io.bytes) return push_front(io), false;
   return true;
 }
@@ -96,20 +106,23 @@ void IoEngine::prepare(Io& io) {
   BlockTransfer t = rest_of(io);
   if (shim::prepare(io.site, io.injected, sqe, t)) {
     // a test build's fault or disk stands in for the transfer
-  } else if (registered(io) && t.write) {
-    io_uring_prep_write_fixed(sqe, t.fd, t.buffer, t.bytes, t.offset, 0);
-  } else if (registered(io)) {
-    io_uring_prep_read_fixed(sqe, t.fd, t.buffer, t.bytes, t.offset, 0);
+  } else if (t.pieces.size() > 1) {
+    io_uring_prep_readv(sqe, t.fd, t.pieces.data(), unsigned(t.pieces.size()), t.offset);
+  } else if (registered(t.pieces[0]) && t.write) {
+    io_uring_prep_write_fixed(sqe, t.fd, t.pieces[0].iov_base, t.bytes, t.offset, 0);
+  } else if (registered(t.pieces[0])) {
+    io_uring_prep_read_fixed(sqe, t.fd, t.pieces[0].iov_base, t.bytes, t.offset, 0);
   } else if (t.write) {
-    io_uring_prep_write(sqe, t.fd, t.buffer, t.bytes, t.offset);
+    io_uring_prep_write(sqe, t.fd, t.pieces[0].iov_base, t.bytes, t.offset);
   } else {
-    io_uring_prep_read(sqe, t.fd, t.buffer, t.bytes, t.offset);
+    io_uring_prep_read(sqe, t.fd, t.pieces[0].iov_base, t.bytes, t.offset);
   }
   io_uring_sqe_set_data(sqe, &io);
 }
 
-bool IoEngine::registered(const Io& io) const {
-  return io.buffer >= registered_.data() && io.buffer + io.bytes <= registered_.data() + registered_.size();
+bool IoEngine::registered(const iovec& piece) const {
+  const uint8_t* at = static_cast<uint8_t*>(piece.iov_base);
+  return at >= registered_.data() && at + piece.iov_len <= registered_.data() + registered_.size();
 }
 
 }  // namespace headgate

@@ -12,28 +12,40 @@
 namespace headgate {
 
 class PackFile;
+struct Portion;
 struct RunTask;
 
-// One read or write of whole blocks. The buffer belongs to the engine until `reap` hands the request back.
+// Blocks of a request that lie in one frame; those that are only read through lie in none (kNoFrame).
+struct IoPart {
+  uint32_t frame;
+  uint16_t first;  // within the frame
+  uint16_t count;
+};
+
+// One read or write of adjacent whole blocks. The memory belongs to the engine until `reap` hands the request back.
 struct Io {
+  static constexpr uint32_t kBlocksMax = 32;  // 128 KiB: what a neighbour's read waits behind
+
   Site site;
   int fd;
   bool write;
-  uint8_t* buffer;
   uint32_t bytes;
   uint64_t offset;
+  uint32_t piece_count;
+  iovec pieces[kBlocksMax];  // a write has one
 
   // Whom it is for; the engine does not look at these.
-  RunTask* run;  // null: a read ahead
-  bool bulk;     // of a RANGE or a STORE
+  RunTask* run;      // null: a read ahead
+  Portion* portion;  // of the run
+  bool bulk;         // of a RANGE or a STORE
   PackFile* pack;
-  uint32_t frame;
-  uint32_t extent;
-  uint32_t first_block;   // within the extent
-  uint32_t write_buffer;  // index
+  uint32_t part_count;
+  IoPart parts[kBlocksMax];  // in the order of the file
+  uint32_t write_buffer;     // index
 
   uint64_t submitted_ns;
-  uint32_t done;  // bytes
+  uint32_t done;        // bytes
+  uint32_t piece_done;  // pieces; the next may have begun
   uint32_t retries;
   Io* behind;  // in the queue
   [[no_unique_address]] shim::Injected injected;
@@ -67,7 +79,7 @@ class IoEngine {
   bool busy() const { return in_flight_ > 0 || queued_ > 0; }
 
   // Calls ended(io, error) for each finished request, at most `limit`; error is 0 or an errno (ENODATA: the file is too
-  // short).
+  // short). It may not collect others.
   // Requests cut short, and those that the kernel asks to repeat, go back into the queue instead.
   template <typename Ended>
   size_t reap(size_t limit, Ended ended) {
@@ -81,9 +93,8 @@ class IoEngine {
       int error = 0;
       if (!settle(*io, result, error)) continue;
       ++count;
-      Io copy = *io;
+      ended(*io, error);
       free_.push_back(io);
-      ended(copy, error);
     }
     return count;
   }
@@ -91,7 +102,7 @@ class IoEngine {
  private:
   bool settle(Io& io, int result, int& error);
   void prepare(Io& io);
-  bool registered(const Io& io) const;
+  bool registered(const iovec& piece) const;
   void push_back(Io& io);
   void push_front(Io& io);
   Io& pop_front();

@@ -3,14 +3,15 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "core/pack.h"
 #include "store/counters.h"
 #include "store/disk.h"
-#include "store/frame_account.h"
 #include "store/mapping.h"
+#include "store/tier/frame_account.h"
 
 namespace headgate {
 
@@ -46,6 +47,14 @@ class PackFile {
     uint32_t left = data_blocks() - extent * header_.extent_blocks;
     return uint16_t((1u << (left < header_.extent_blocks ? left : header_.extent_blocks)) - 1);
   }
+  // Names an extent among those of all packs, as good as surely.
+  uint64_t key(uint32_t extent) const { return name() + uint64_t{extent} * 0x9e3779b97f4a7c15; }
+  // The first bytes of its build.
+  uint64_t name() const {
+    uint64_t first;
+    std::memcpy(&first, header_.build, sizeof first);
+    return first;
+  }
   // `block` counts from the first block after the header.
   bool block_ok(uint32_t block, const uint8_t* data) const;
   // Nothing is read any more, now or later.
@@ -56,9 +65,9 @@ class PackFile {
   std::vector<uint32_t> verify() const;  // block numbers (from 1) that fail
 
   FrameAccount& account;
-  std::vector<uint32_t> frame_of_extent;  // guarded by Frames, like the next two
+  std::vector<uint32_t> frame_of_extent;  // written under the mutex of Frames, like the next two; as atomics
   uint32_t frames = 0;                    // that it holds
-  bool closed = false;                    // a frame goes with its last pin
+  std::atomic<bool> closed{false};        // a frame goes with its last pin
   std::atomic<uint32_t> bound{0};         // slots that use this pack
   std::atomic<bool> damaged{false};       // a read has met a block that fails its check
 

@@ -5,7 +5,7 @@
 #include <map>
 #include <vector>
 
-#include "store/frames.h"
+#include "store/tier/frames.h"
 
 namespace headgate {
 

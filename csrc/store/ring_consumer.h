@@ -64,6 +64,11 @@ class RingConsumer {
   bool ring_if_needed();
 
   void heartbeat(uint64_t now) { as_atomic(completions().heartbeat).store(now, std::memory_order_relaxed); }
+  // Where the worker posted last, and where it was answered, from 1; whatever the worker likes.
+  uint32_t worker_cpu() const { return as_atomic(requests().cpu).load(std::memory_order_relaxed); }
+  void say_cpu(uint32_t cpu) {
+    if (cpu != said_cpu_) as_atomic(completions().cpu).store(said_cpu_ = cpu, std::memory_order_relaxed);
+  }
   // 0 unless a device may post meanwhile; another number for each burst of steps.
   uint64_t stepping() const { return device_ ? as_atomic(requests().stepping).load(std::memory_order_acquire) : 0; }
   // What tickets up to this one were answered with its device has read; whatever its worker likes.
@@ -91,6 +96,7 @@ class RingConsumer {
   uint64_t beginning_ = 1;  // every ticket before it has begun all of its runs
   uint64_t consumed_ = 0;
   bool completed_ = false;
+  uint32_t said_cpu_ = 0;
 };
 
 }  // namespace headgate

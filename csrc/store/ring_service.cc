@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <utility>
 
 #include "ring/futex.h"
 
@@ -14,7 +15,7 @@ constexpr uint64_t kTendNs = 250 * kMicrosecond;
 constexpr uint64_t kGiveUpNs = 25 * kMicrosecond;         // runs given up at once
 constexpr uint64_t kHeartbeatNs = 20'000 * kMicrosecond;  // while busy
 
-constexpr size_t kReapAtOnce = 8;        // reads verified
+constexpr size_t kReapAtOnce = GatherPath::kReadsPerFlush;
 constexpr size_t kLookAtOnce = 64;       // rings looked at in a pass
 constexpr size_t kLookBetweenTurns = 8;  // and between two turns
 constexpr size_t kTendAtOnce = 16;       // rings whose deadlines are checked
@@ -30,17 +31,33 @@ constexpr uint64_t kWakeCost = 16 << 10;  // a system call
 constexpr uint64_t kCostPerNs = 12;
 constexpr uint64_t kChargedNsMax = 200 * kMicrosecond;
 
+Wait waits_for(Need need) {
+  switch (need) {
+    case Need::kTurn:
+      return Wait::kQueue;
+    case Need::kTransfer:
+    case Need::kLanding:
+    case Need::kOther:
+      return Wait::kDisk;
+    case Need::kFrames:
+      return Wait::kPins;
+    case Need::kNothing:
+      return Wait::kCommit;
+  }
+  return Wait::kQueue;
+}
+
 }  // namespace
 
-RingService::RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames,
-                         Counters& counters, Trace& trace, std::function<void()> alarm)
+RingService::RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes_max, uint32_t through_blocks,
+                         Frames& frames, Counters& counters, Trace& trace, std::function<void()> alarm)
     : thread_(thread),
       alarm_(std::move(alarm)),
       frames_(frames),
       counters_(counters),
       trace_(trace),
       io_(io_depth),
-      gather_(frames, io_, counters),
+      gather_(frames, io_, counters, through_blocks),
       store_(io_, counters),
       probe_(counters),
       ahead_(frames, gather_, io_, counters),
@@ -62,16 +79,20 @@ bool RingService::reap() {
       gather_.landed(io, error);
       if (!io.run) ahead_.landed(io, error);
     }
-    if (io.run && io.run->io_in_flight == 0) landed_.push_back(io.run);
+    RunTask* t = io.run;
+    if (t && (t->io_in_flight == 0 || (!t->ended && io.portion == t->portion.get() && GatherPath::landed(*t))))
+      landed_.push_back(t);
   });
   gather_.flush_landings();
+  if (ended > 0) now_ = now_ns();
   for (RunTask* t : landed_) {
     t->ring->last_progress_ns = now_;
     if (t->ended) {
       let_go(*t);
-    } else if (!t->list) {  // otherwise it has more to transfer
-      resume(*t);
+      continue;
     }
+    if (GatherPath::landed(*t)) transfers_.remove(*t);  // what follows can be queued when this is delivered
+    if (!t->list) resume(*t);                           // otherwise it has more to transfer
   }
   return ended > 0;
 }
@@ -95,7 +116,7 @@ bool RingService::serve() {
 
 bool RingService::transfer() {
   bool any = transfers_.pump([this](RunTask& t) {
-    if (t.io_in_flight == 0) resume(t);
+    if (t.io_in_flight == 0 || GatherPath::landed(t) || GatherPath::rolls(t)) resume(t);
   });
   io_.submit();
   return any;
@@ -166,12 +187,16 @@ void RingService::notice_changes() {
 // One turn of a ring. A failure costs its run or its worker, never the thread.
 void RingService::serve_ring(RingWork& ring) {
   uint64_t cost = 0;
-  const uint64_t began_ns = now_ns();
+  const uint64_t began_ns = now_ = now_ns();
+  answered_ = nullptr;
   try {
     if (ring.dead()) return close(ring.shard);
     take(ring);
-    while (cost < kTurnCost && work(ring, cost))
-      cost = std::max(cost + kStepCost, kCostPerNs * std::min(now_ns() - began_ns, kChargedNsMax));
+    while (cost < kTurnCost && work(ring, cost)) {
+      now_ = now_ns();
+      if (answered_) Waits::commit(*std::exchange(answered_, nullptr), now_ - answered_ns_);
+      cost = std::max(cost + kStepCost, kCostPerNs * std::min(now_ - began_ns, kChargedNsMax));
+    }
   } catch (...) {
     add(counters_.worker_faults);
     return close(ring.shard);
@@ -240,6 +265,7 @@ void RingService::begin(RunTask& t, RingWork& ring, TakenTicket& ticket, uint32_
   t.ended = t.cold = false;
   t.fault = Fault::kNone;
   t.io_in_flight = t.cursor = t.total = 0;
+  t.spent.begin(ticket.seen_ns);
   Status status = admit(t);
   if (status != Status::kOk) return finish(t, status, t.fault);
   t.total = t.faults.begin(t.total);
@@ -293,6 +319,7 @@ void RingService::step(RunTask& t, bool may_read, uint64_t& cost) {
   RingWork& ring = *t.ring;
   bool was_starved = t.list == &ring.starved;
   TaskList::remove(t);
+  t.spent.turn(Wait::kPins, now_);
   Need need;
   try {
     if (t.op == Op::kStore && t.faults.fails()) t.fault = Fault::kInternal;
@@ -304,12 +331,17 @@ void RingService::step(RunTask& t, bool may_read, uint64_t& cost) {
     t.fault = Fault::kResourceExhausted;
     need = Need::kNothing;
   }
+  now_ = now_ns();
+  t.spent.turn(waits_for(need), now_);
+  t.spent.stalled |= t.spent.wait == Wait::kDisk || t.spent.wait == Wait::kPins;
   switch (need) {
     case Need::kTurn:
       ring.last_progress_ns = now_;
       return ring.ready.push_front(t);
     case Need::kTransfer:
       return transfers_.add(t);
+    case Need::kLanding:
+      return;
     case Need::kOther:
       blocked_ = true;
       return ring.watching.push_back(t);
@@ -326,13 +358,33 @@ void RingService::step(RunTask& t, bool may_read, uint64_t& cost) {
 
 // Stores the cell: from here on nothing of this run can reach the window.
 void RingService::finish(RunTask& t, Status status, Fault fault) {
+  t.spent.turn(Wait::kCommit, now_);
+  record(t, status);
   answer(*t.ring, *t.ticket, t.index, status, fault);
   end(t);
+}
+
+// Where its time went, up to here; how long its answer takes is added when that is known.
+void RingService::record(const RunTask& t, Status status) {
+  Worker& worker = t.shard->worker;
+  const bool stores = t.op == Op::kStore, reads = t.op == Op::kGather || t.op == Op::kRange;
+  const bool bound = reads && t.run.slot < t.shard->slots.size() && t.shard->slots[t.run.slot].waits &&
+                     t.shard->slots[t.run.slot].epoch == t.run.slot_epoch;
+  if (!stores && !bound) return;
+  Waits& waits = stores ? worker.stores : *t.shard->slots[t.run.slot].waits;
+  const uint64_t moved_bytes = status != Status::kOk ? 0
+                               : stores              ? uint64_t{t.next_block} * kBlockBytes
+                                                     : uint64_t{t.total} * t.binding().record_bytes();
+  answered_ = &waits.record(thread_, t.op, t.spent, status != Status::kOk, moved_bytes);
+  answered_ns_ = now_;
+  if (bound && t.spent.stalled && t.binding().has_lane(t.layer, t.run.lane))
+    waits.record_stall(t.layer, t.run.lane, t.spent.ns[size_t(Wait::kPins)] + t.spent.ns[size_t(Wait::kDisk)]);
 }
 
 // The run can go on, unless its worker is closed.
 void RingService::resume(RunTask& t) {
   if (t.shard->closed) return;
+  if (t.op == Op::kStore ? t.io_in_flight == 0 : GatherPath::landed(t)) t.spent.turn(Wait::kQueue, now_);
   t.ring->ready.push_back(t);
   t.ring->wake();
 }
@@ -363,7 +415,9 @@ void RingService::answer(RingWork& ring, TakenTicket& ticket, uint32_t index, St
   if (ring.shard.unfenced) status = Status::kError, fault = Fault::kInternal;
   count(status);
   if (status == Status::kOk) ring.last_progress_ns = now_;
+  ring.consumer->say_cpu(this_cpu());
   if (!ring.consumer->complete(ticket, index, status, fault, window)) return;
+  worker_cpu_ = ring.consumer->worker_cpu();
   uint64_t now = now_ns();
   ring.pulled.answered(ticket.seq, now);
   trace_.record({ring.consumer->id(), ticket.seq, uint64_t{ticket.step} << 16 | ticket.layer, ticket.seen_ns,

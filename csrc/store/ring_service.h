@@ -8,14 +8,14 @@
 #include <vector>
 
 #include "store/counters.h"
-#include "store/frames.h"
 #include "store/gather_path.h"
 #include "store/hints.h"
 #include "store/io_engine.h"
 #include "store/probe_path.h"
-#include "store/read_ahead.h"
 #include "store/ring_work.h"
 #include "store/store_path.h"
+#include "store/tier/frames.h"
+#include "store/tier/read_ahead.h"
 #include "store/transfers.h"
 
 namespace headgate {
@@ -25,8 +25,8 @@ namespace headgate {
 class RingService {
  public:
   // `thread` numbers the copy threads of a data plane; `alarm` makes all of them look around.
-  RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes_max, Frames& frames, Counters& counters,
-              Trace& trace, std::function<void()> alarm);
+  RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes_max, uint32_t through_blocks, Frames& frames,
+              Counters& counters, Trace& trace, std::function<void()> alarm);
 
   // The loop's steps; each says whether it did anything.
   bool reap();      // verifies what was read, frees what was written
@@ -40,6 +40,8 @@ class RingService {
   bool pulling() const;  // whether frames wait for a worker to have read them
   bool transferring() const { return io_.busy(); }
   void wait_for_transfer(uint64_t ns) { io_.wait(ns); }
+  // Where the worker that was answered last runs, as it says, from 1.
+  uint32_t worker_cpu() const { return worker_cpu_; }
   const std::vector<RingWork*>& rings() const { return rings_; }  // of workers that are not closed
 
   // What the control plane asks for, between steps. With its first ring a worker has a shard here; other commands are
@@ -75,6 +77,7 @@ class RingService {
   void finish(RunTask& t, Status status, Fault fault);
   void end(RunTask& t);
   void let_go(RunTask& t);
+  void record(const RunTask& t, Status status);
   void answer(RingWork& ring, TakenTicket& ticket, uint32_t index, Status status, Fault fault);
   void count(Status status);
   void resume(RunTask& t);
@@ -118,7 +121,10 @@ class RingService {
   bool blocked_ = false;  // some run waits for frames or for another's read
   size_t next_look_ = 0, next_tend_ = 0;
   uint64_t now_ = 0;
+  Waits::OpWaits* answered_ = nullptr;  // whose commit goes on
+  uint64_t answered_ns_ = 0;
   uint64_t last_heartbeat_ns_ = 0, last_tend_ns_ = 0;
+  uint32_t worker_cpu_ = 0;
 };
 
 }  // namespace headgate

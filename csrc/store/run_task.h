@@ -7,9 +7,10 @@
 
 #include "core/ring.h"
 #include "store/faults.h"
-#include "store/frames.h"
 #include "store/ring_consumer.h"
 #include "store/shard.h"
+#include "store/tier/frames.h"
+#include "store/waits.h"
 
 namespace headgate {
 
@@ -21,6 +22,10 @@ struct Portion {
   size_t next_read = 0;           // uses before it have been claimed
   size_t next_use = 0;            // uses before it have been copied
   uint32_t copied = 0;            // records of next_use
+  uint32_t in_flight = 0;         // reads
+  bool singly = false;            // a read of several blocks failed: each wanted one is read alone
+
+  bool claimed() const { return next_read == uses.size(); }
 };
 
 class TaskList;
@@ -39,11 +44,13 @@ struct RunTask {
   Fault fault;            // why it will end in ERROR
   uint32_t io_in_flight;  // transfers
   [[no_unique_address]] shim::RunFaults faults;
+  Spent spent;
 
   // GATHER, RANGE: records before the cursor are served, total in all
   uint32_t cursor, total;
   bool cold;                         // its next portion will have to be read
   std::unique_ptr<Portion> portion;  // [cursor, cursor + portion->places.size())
+  std::unique_ptr<Portion> ahead;    // what follows that, read while it still is
 
   // STORE
   std::shared_ptr<Upload> upload;

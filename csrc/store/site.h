@@ -1,9 +1,12 @@
 // The places that make a system call on a pack file.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <span>
 
 namespace headgate {
 
@@ -26,6 +29,9 @@ enum class Site : uint8_t {
   kPackVerify,
   kGather,
   kReadAhead,
+  kProbeOpen,
+  kProbeWrite,
+  kProbeRead,
   kSubmit,
   kCount
 };
@@ -33,15 +39,15 @@ inline constexpr const char* kSiteNames[] = {
     "upload.open",      "upload.allocate", "upload.extend",      "upload.map",    "upload.segment", "upload.tail",
     "upload.tail_sync", "upload.header",   "upload.header_sync", "upload.unlink", "pack.open",      "pack.stat",
     "pack.header",      "pack.crcs",       "pack.map",           "pack.verify",   "gather",         "read_ahead",
-    "submit",
+    "probe.open",       "probe.write",     "probe.read",         "submit",
 };
 static_assert(std::size(kSiteNames) == size_t(Site::kCount));
 
-// A request of a ring, as far as the disk sees it.
+// A request of a ring, as far as the disk sees it: `bytes` from `offset` on, to or from pieces of memory in this order.
 struct BlockTransfer {
   int fd;
   bool write;
-  uint8_t* buffer;
+  std::span<const iovec> pieces;
   uint32_t bytes;
   uint64_t offset;
 };

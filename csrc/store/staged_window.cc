@@ -1,6 +1,9 @@
 #include "store/staged_window.h"
 
 #include <algorithm>
+#include <new>
+#include <string>
+#include <utility>
 
 namespace headgate {
 namespace {
@@ -16,29 +19,62 @@ StagedDevice::StagedDevice(std::shared_ptr<CudaDriver> driver, const WindowSetti
   throw error_of(error);
 }
 
+// What still runs at the process's end reads and writes it for good.
+StagedDevice::~StagedDevice() {
+  for (Left& left : left_)
+    for (auto& lane : left.lanes)
+      if (!lane->copies.has_ended()) static_cast<void>(left.memory.release()), static_cast<void>(lane.release());
+}
+
+StagedLanes StagedDevice::make_lanes() const {
+  StagedLanes lanes;
+  for (uint32_t i = 0; i < lanes_; ++i) lanes.push_back(std::make_unique<StagedLane>(driver_, patience_));
+  return lanes;
+}
+
+void StagedDevice::leave(StagedLanes lanes, std::unique_ptr<DeviceMemory> memory) {
+  std::lock_guard lock(mutex_);
+  try {
+    left_.reserve(left_.size() + 1);
+  } catch (const std::bad_alloc&) {
+    for (auto& lane : lanes) static_cast<void>(lane.release());
+    return static_cast<void>(memory.release());
+  }
+  left_.push_back({std::move(memory), std::move(lanes)});
+}
+
+void StagedDevice::clear() {
+  std::lock_guard lock(mutex_);
+  std::erase_if(left_, [](Left& left) {
+    return std::ranges::all_of(left.lanes, [](auto& lane) { return lane->copies.has_ended(); });
+  });
+  if (left_.size() >= kLeftMax)
+    throw DeviceError(
+        "the device stands still: copies to " + std::to_string(left_.size()) + " windows that are gone have not ended",
+        true);
+}
+
 StagedWindow::StagedWindow(std::shared_ptr<StagedDevice> device, uint64_t bytes) try
-    : DeviceWindow(device->driver(), bytes, false) {
-  for (uint32_t i = 0; i < device->lanes(); ++i) lanes_.push_back(std::make_unique<Lane>(*device));
+    : DeviceWindow((device->clear(), device->driver()), bytes, false), device_(std::move(device)) {
+  lanes_ = device_->make_lanes();
 } catch (const DeviceError& error) {
   throw error_of(error);
 }
 
-// A device that stands still may copy later: then what it reads and writes stays its own for good.
+// A device that stands still may copy later.
 StagedWindow::~StagedWindow() {
   const bool at_rest = std::ranges::all_of(lanes_, [](auto& lane) { return lane->copies.at_rest(); });
-  if (at_rest) return;
-  for (auto& lane : lanes_) static_cast<void>(lane.release());
-  static_cast<void>(memory_.release());
+  if (!at_rest) device_->leave(std::move(lanes_), std::move(memory_));
 }
 
-StagedWindow::Lane* StagedWindow::mine() const {
+StagedLane* StagedWindow::mine() const {
   for (auto& lane : lanes_)
     if (lane->owner.load(std::memory_order_relaxed) == &this_thread) return lane.get();
   return nullptr;
 }
 
-StagedWindow::Lane& StagedWindow::take() {
-  if (Lane* lane = mine()) return *lane;
+StagedLane& StagedWindow::take() {
+  if (StagedLane* lane = mine()) return *lane;
   for (auto& lane : lanes_) {
     const void* nobody = nullptr;
     if (lane->owner.compare_exchange_strong(nobody, &this_thread, std::memory_order_acquire)) return *lane;
@@ -53,14 +89,14 @@ void StagedWindow::deliver(const uint8_t* const* from, const uint64_t* to, size_
 }
 
 void StagedWindow::flush() {
-  Lane* lane = mine();
+  StagedLane* lane = mine();
   if (!lane) return;
   lane->copies.finish();
   lane->owner.store(nullptr, std::memory_order_release);
 }
 
 void StagedWindow::read_back(uint64_t from, uint8_t* to, uint64_t bytes) {
-  for (Lane& lane = take(); bytes > 0;) {
+  for (StagedLane& lane = take(); bytes > 0;) {
     const uint64_t part = std::min(bytes, CopyLane::kBatchBytes);
     lane.copies.read(to, memory_->address() + from, part);
     from += part, to += part, bytes -= part;

@@ -115,8 +115,8 @@ uint64_t StorePath::write(RunTask& t) {
   free_.pop_back();
   io.fd = t.upload->fd();
   io.write = true;
-  io.buffer = to;
   io.bytes = bytes;
+  io.pieces[io.piece_count++] = {to, bytes};
   io.run = &t;
   io.bulk = true;
   io.write_buffer = buffer;

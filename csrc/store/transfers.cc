@@ -5,7 +5,7 @@
 namespace headgate {
 namespace {
 
-constexpr size_t kExtentsAtOnce = 8;  // claimed under one lock
+constexpr uint32_t kReadsAtOnce = 8;
 
 TransferLeaf& leaf_of(RunTask& t) { return t.shard->turns->transfers[size_t(transfer_of(t.op))]; }
 
@@ -50,7 +50,7 @@ RunTask* Transfers::front(Transfer kind) {
 
 void Transfers::transfer(RunTask& t) {
   uint32_t before = t.io_in_flight;
-  uint64_t bytes = t.op == Op::kStore ? store_.write(t) : gather_.read(t, std::min<size_t>(io_.room(), kExtentsAtOnce));
+  uint64_t bytes = t.op == Op::kStore ? store_.write(t) : gather_.read(t, std::min(io_.room(), kReadsAtOnce));
   uint32_t requests = t.io_in_flight - before;
   leaf_of(t).charge(bytes);
   served_[size_t(transfer_of(t.op))] += bytes;

@@ -5,8 +5,8 @@
 
 #include "ring/futex.h"
 #include "store/gather_path.h"
-#include "store/read_ahead.h"
 #include "store/store_path.h"
+#include "store/tier/read_ahead.h"
 
 namespace headgate {
 
@@ -17,7 +17,9 @@ class Transfers {
   Transfers(IoEngine& io, GatherPath& gather, StorePath& store, ReadAhead& ahead, uint64_t bulk_bytes_max)
       : io_(io), gather_(gather), store_(store), ahead_(ahead), bulk_bytes_max_(bulk_bytes_max) {}
 
-  FairNode (&roots()) [size_t(Transfer::kCount)] { return roots_; } void add(RunTask& t);
+  using Roots = FairNode[size_t(Transfer::kCount)];
+  Roots& roots() { return roots_; }
+  void add(RunTask& t);
   // The run has nothing to transfer any more, or is given up.
   void remove(RunTask& t);
   // Queues the next few requests. Calls settled(run) for each run of which everything is queued. True if it did any.
@@ -57,7 +59,7 @@ class Transfers {
   StorePath& store_;
   ReadAhead& ahead_;
   const uint64_t bulk_bytes_max_;  // in flight: a decode read waits behind no more
-  FairNode roots_[size_t(Transfer::kCount)];
+  Roots roots_;
   uint64_t bulk_bytes_ = 0;  // in flight
   uint32_t bulk_requests_ = 0;
   uint32_t decode_in_a_row_ = 0;

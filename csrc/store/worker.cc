@@ -52,6 +52,7 @@ Worker::Worker(uint32_t id, uint32_t owner, uint32_t home, uint32_t threads, uin
       pull(dynamic_cast<PullWindow*>(this->window.get())),
       window_bytes(window_bytes),
       staging(staging_fd, staging_bytes, PROT_READ, "staging"),
+      stores(threads, 0, 0),
       slots(slots),
       shards(threads) {}
 

@@ -12,6 +12,7 @@
 #include "store/pack_file.h"
 #include "store/pull_window.h"
 #include "store/upload.h"
+#include "store/waits.h"
 #include "store/window.h"
 
 namespace headgate {
@@ -77,6 +78,7 @@ class Binding {
 struct Slot {
   uint32_t epoch = 0;  // of the latest bind
   std::shared_ptr<const Binding> binding;
+  std::shared_ptr<Waits> waits;  // of this epoch
 };
 
 class RingConsumer;
@@ -101,6 +103,7 @@ struct Worker {
   std::unique_ptr<ArenaShare> arena;  // then; as long as runs go on
   const uint64_t window_bytes;
   Mapping staging;
+  Waits stores;                     // of its STORE runs
   std::atomic<bool> closed{false};  // poisoned or removed: every thread ends its shard as soon as it sees this
 
   Control control;  // may be held while waiting for copy threads, so never by one

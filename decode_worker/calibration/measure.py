@@ -233,7 +233,8 @@ def mean_similarity(model: Transformer, cases: Iterable[Case], profile: Profile,
         pairs = case.questions.fed[:, 1:]
         for layer, query in enumerate(speculative_queries(model, case)):
             found[layer].append(similarity(query[:, 1:][pairs], query[:, :-1][pairs], weights[layer], limits.cos_floor))
-    return torch.stack([torch.cat(parts).nanmean(0) for parts in found]).numpy().clip(-1, 1)
+    means = torch.stack([torch.cat(parts).nanmean(0) for parts in found]).numpy()
+    return means.clip(-1, 1).astype(np.float32)
 
 
 def speculative_queries(model: Transformer, case: Case) -> list[Tensor]:

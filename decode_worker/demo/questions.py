@@ -227,7 +227,7 @@ def _kv_bytes(config: WorkerConfig, tokens: int) -> int:
         tokens
         * shape.layers
         * shape.kv_heads
-        * RecordFormat(shape.kv_heads, shape.head_dim, config.storage).record_bytes
+        * RecordFormat(shape.kv_heads, shape.head_dim, config.storage, config.record_kind).record_bytes
     )
 
 

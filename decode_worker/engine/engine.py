@@ -20,8 +20,9 @@ from decode_worker.engine.sealing import Sealer
 from decode_worker.engine.session import Session
 from decode_worker.engine.step import DecodeLoop
 from decode_worker.engine.under_way import End, UnderWay
+from decode_worker.engine.widening import widen
 from decode_worker.failures import clean_up, prefix_changed
-from decode_worker.kernels.base import StepContext
+from decode_worker.kernels.base import RecordKind, StepContext
 from decode_worker.kernels.ends import Row
 from decode_worker.kernels.products import PRODUCTS
 from decode_worker.kernels.sets import KERNELS
@@ -80,9 +81,9 @@ class Engine:
             self.device.torch_device,
             self.device.operations(shape, config.context, compute),
         )
-        self.records = RecordFormat(shape.kv_heads, shape.head_dim, config.storage)
+        self.records = RecordFormat(shape.kv_heads, shape.head_dim, config.storage, config.record_kind)
         kind = KindSpec(shape.kv_heads, shape.head_dim, self.records.code, self.records.record_bytes)
-        fingerprint = checkpoint.fingerprint(config.context, compute, config.storage, LAYOUT_VERSION)
+        fingerprint = checkpoint.fingerprint(config.context, compute, self.records.name, LAYOUT_VERSION)
         self.layout = Layout(fingerprint, shape.layers, (kind,))
         profile = Profile.load(
             config.profile, shape, directory=config.model, eta=config.eta, p=config.p, margin=config.margin
@@ -113,7 +114,7 @@ class Engine:
         self.catalogue = PackCatalogue(self.client, self.retriever)
         self._writer = PackWriter(
             self.records, self.retriever, self.client, self.transport, self.catalogue, self._calls,
-            clustered=config.order == "clustered",
+            order=config.order,
         )  # fmt: skip
         self._prefill = Prefill(
             self.model, self.records, self._writer, self._calls, self.transport.pack_tokens,
@@ -126,9 +127,10 @@ class Engine:
         window = self.transport.window
         context = StepContext(
             self.policy.settings, self.policy.state, self.retriever, self.device, window.tensor, window.landing,
-            self.transport.decode, dtype=self.records.code, record_bytes=self.records.record_bytes,
+            self.transport.decode, dtype=self.records.own.code, record_bytes=self.records.own.record_bytes,
             scale=self.model.scale, threads=config.threads, stale_fails=config.stale == "fail",
             wait_us=self.transport.wait_us, frames=window.frames,
+            stored=RecordKind(self.records.code, self.records.record_bytes),
         )  # fmt: skip
         products = PRODUCTS[config.kernels](self.model, config.slots, config.threads, config.weights)
         graphs = Graphs(self.device) if config.graph == "auto" and self.device.graphs else None
@@ -449,7 +451,12 @@ class Engine:
         )
         self.policy.set_epoch(slot, session.epoch)
         yield from self.transport.run(self.policy.bind_tickets(slot, BULK_RUNS_MAX, BULK_PAIRS_MAX))
-        self.transport.window.take(slot * self.slot_bytes, session.geometry.window_bytes)
+        window, first = self.transport.window, slot * self.slot_bytes
+        window.take(first, session.geometry.window_bytes)
+        widen(
+            window.tensor[first : first + session.geometry.window_bytes], self.records, session.geometry,
+            session.stored, self.policy.state.current_cover(slot),
+        )  # fmt: skip
 
     def _continue_prompt(self, session: Session, prefilled: Prefilled) -> Pieces[None]:
         """Writes the prompt's tokens behind the last pack into the tail, and fetches what its last query selects."""

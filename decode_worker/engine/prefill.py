@@ -8,6 +8,7 @@ It is work in pieces, of which the largest is a chunk of one layer: decode steps
 What the store has of a prompt is read, layer by layer, and the rest attends to it. Chunks start at multiples of
 CHUNK_TOKENS, attend to K and V as they are stored, and are computed as a whole or not taken from the store: a product
 of another shape has other last bits. So the logits behind a stored prefix are bit-equal to those of computing it all.
+What is quantised is so once: packs are written from K and V before, and the prompt's rest is kept as it was.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Prefill:
         prefix: StoredPrefix | None,
     ) -> Pieces[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """One layer over the prompt's last len(x) tokens: K, V [T, H, d] of all, the last queries [n, Hq, d], and the
-        next layer's x, in this one's memory.
+        next layer's x, in this one's memory. Attended to are K and V as they come back from packs.
 
         Of the last layer only the last token's output is ever used.
         """
@@ -170,6 +171,7 @@ class Prefill:
         keys, values = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
         if prefix is not None:
             keys[:before], values[:before] = yield from prefix.read(layer)
+        seen_keys, seen_values = (keys.clone(), values.clone()) if self._records.quantised else (keys, values)
         last_layer = layer == config.layers - 1
         queries = x.new_empty(0, config.q_heads, config.head_dim)
         for offset, chunk in _chunks(x):
@@ -177,15 +179,17 @@ class Prefill:
             first, end = before + offset, before + offset + len(chunk)
             q, k, v = self._model.qkv(layer, chunk, positions[first:end])
             keys[first:end], values[first:end] = k.to(self._records.torch_dtype), v.to(self._records.torch_dtype)
+            if self._records.quantised:
+                seen_keys[first:end], seen_values[first:end] = self._records.rounded(k), self._records.rounded(v)
             queries = torch.cat((queries, q[-IMPORTANCE_QUERIES:]))[-IMPORTANCE_QUERIES:]
             if not last_layer:
-                self._model.finish(layer, chunk, self._attention(q, keys[:end], values[:end], first))
+                self._model.finish(layer, chunk, self._attention(q, seen_keys[:end], seen_values[:end], first))
             self._wait()
             if progress is not None:
                 progress(layer * len(x) + end - before, config.layers * len(x))
             yield None
         if last_layer:
-            x = self._model.finish(layer, x[-1:], self._attention(queries[-1:], keys, values, tokens - 1))
+            x = self._model.finish(layer, x[-1:], self._attention(queries[-1:], seen_keys, seen_values, tokens - 1))
         return keys, values, queries, x
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torch.Tensor:
@@ -196,9 +200,12 @@ class Prefill:
         n, _, d = queries.shape
         tokens, kv_heads, _ = keys.shape
         grouped = queries.float().view(n, kv_heads, -1, d)
+        position = torch.arange(tokens, device=keys.device)
+        later = (position > position[-n:, None]).repeat_interleave(grouped.shape[2], 0)
         mass = torch.empty(kv_heads, tokens, device=keys.device)
         for head in range(kv_heads):  # a head at a time bounds the scores' memory
             scores = grouped[:, head].reshape(-1, d) @ keys[:, head].float().T * self._model.scale
+            scores.masked_fill_(later, float("-inf"))
             mass[head] = scores.softmax(dim=1).sum(dim=0)
         return mass
 

@@ -185,10 +185,9 @@ class Sealer:
         records = []
         for head in range(self._records.kv_heads):
             resident = settings.resident[layer, head]
-            places = tokens if resident else int(geometry.first_tail[layer, head]) + tokens % settings.tail
-            offset = session.slot * self._slot_bytes + int(geometry.offsets[layer, head])
-            lane = self._transport.window.tensor[
-                offset : offset + int(geometry.places[layer, head]) * geometry.record_bytes
-            ]
-            records.append(lane.view(-1, geometry.record_bytes)[torch.from_numpy(places)].cpu())
-        return self._records.unpack(torch.stack(records, dim=1))
+            places = tokens if resident else tokens % settings.tail
+            lane_places = geometry.resident_places if resident else settings.tail
+            first = session.slot * self._slot_bytes + int(geometry.own_offsets[layer, head])
+            lane = self._transport.window.tensor[first : first + lane_places * geometry.own_bytes]
+            records.append(lane.view(-1, geometry.own_bytes)[torch.from_numpy(places)].cpu())
+        return self._records.own.unpack(torch.stack(records, dim=1))

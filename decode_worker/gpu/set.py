@@ -38,6 +38,7 @@ class TritonKernels(Kernels):
     window and the ring are used where they lie."""
 
     gathers = True
+    mixes = False
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)

@@ -36,10 +36,19 @@ if TYPE_CHECKING:
     from decode_worker.kernels.products.base import Products
 
 
+@dataclass(frozen=True)
+class RecordKind:
+    """dtype: enum Dtype in csrc/core/pack.h."""
+
+    dtype: int
+    record_bytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class StepContext:
     """What a kernel set works on. `window`, `landing`, `frames`: decode_worker/window/base.py; `ring`: None for a set
-    whose tickets others carry out."""
+    whose tickets others carry out. `dtype`, `record_bytes`: of the records that it writes; `stored`: of those that come
+    from packs."""
 
     settings: PolicySettings
     state: HeadState
@@ -48,13 +57,20 @@ class StepContext:
     window: torch.Tensor
     landing: torch.Tensor
     ring: _native.RingProducer | None
-    dtype: int  # of stored K and V: enum Dtype in csrc/core/pack.h
+    dtype: int  # enum Dtype in csrc/core/pack.h
     record_bytes: int
     scale: float
     threads: int
     stale_fails: bool
     wait_us: int
     frames: Frames | None = None
+    stored: RecordKind | None = None  # None: as it writes them
+
+    @property
+    def kinds(self) -> list[RecordKind]:
+        """Of the records that it writes; then of those of packs, if that is another one."""
+        own = RecordKind(self.dtype, self.record_bytes)
+        return [own] if self.stored is None or self.stored == own else [own, self.stored]
 
 
 class Rows:
@@ -79,12 +95,19 @@ class Kernels(ABC):
     A row's fault is left in `state.fault` of its slot (a number of csrc/cpu/head_state.h): the row goes on, with
     whatever its heads hold, and the others are not concerned. RingError is raised for what concerns all of them.
     `gathers`: whether it copies records that the daemon delivers elsewhere to their places in the window.
+    `mixes`: whether it attends over records of two kinds.
     """
 
     gathers: ClassVar[bool] = False
+    mixes: ClassVar[bool] = True
 
     def __init__(self, context: StepContext) -> None:
-        """ValueError for a window that it cannot work on."""
+        """ValueError for a window or for records that it cannot work on."""
+        if len(context.kinds) > 1 and not self.mixes:
+            raise ValueError(
+                "record_kind: these kernels do not attend to quantised records; give --record-kind model or "
+                "--kernels cpu"
+            )
         if context.landing is not context.window and not self.gathers:
             raise ValueError(
                 "window: kernels on a CPU read only where the daemon delivers; give --window shm or --kernels triton"

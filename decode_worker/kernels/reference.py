@@ -9,17 +9,19 @@ import torch
 from numpy.typing import NDArray
 
 from decode_worker import _native
-from decode_worker.kernels.base import Kernels, Rows, StepContext
+from decode_worker.kernels.base import Kernels, RecordKind, Rows, StepContext
 from decode_worker.kernels.ends import HostEnds
 from decode_worker.kernels.products.base import Products
-from decode_worker.policy.attended import attended_places, place_of_token
+from decode_worker.policy.attended import attended_places, first_tail
 from decode_worker.policy.cache.base import Stamp
 from decode_worker.policy.counters import Counters
 from decode_worker.policy.plan import QueryKind, Ticket, gather_runs
+from decode_worker.quantised import restored
 from decode_worker.retrieval.view import StoredPack, View
 
 COUNTER = {name: place for place, name in enumerate(Counters.NAMES)}
 STORAGE = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
+QUANTISED = {_native.DTYPE_INT8: 8, _native.DTYPE_INT4: 4}  # bits
 
 
 @dataclass(frozen=True)
@@ -234,10 +236,10 @@ class ReferenceKernels(Kernels):
                 if not state.resident[layer, head] and position - cover >= state.shape.tail:
                     self._fail(slot, _native.FAULT_TAIL_FULL)
                     break
-                place = place_of_token(state, layer, slot, head, position)
+                place = position if state.resident[layer, head] else position % state.shape.tail
                 record = torch.cat((key[row, head], value[row, head])).to(STORAGE[self.context.dtype])
                 raw = record.view(torch.uint8).numpy()
-                self._lane(layer, slot, head)[place, : len(raw)] = raw
+                self._own(layer, slot, head)[place, : len(raw)] = raw
 
     def settle(self, timeout_us: int) -> None:
         for layer, seq in enumerate(self._posted):
@@ -255,25 +257,43 @@ class ReferenceKernels(Kernels):
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         state = self.context.state
-        group, d = state.shape.group, state.shape.head_dim
+        group = state.shape.group
         for row, (slot, position) in enumerate(self._rows):
             for head in range(state.shape.heads):
                 mine = slice(head * group, (head + 1) * group)
                 out[row, mine], lse[row, mine] = 0, -torch.inf
                 if slot < 0:
                     continue
-                places = attended_places(state, layer, slot, head, position)
-                raw = torch.from_numpy(self._lane(layer, slot, head)[places.numpy()].copy())
-                pair = raw.view(STORAGE[self.context.dtype]).double()
-                scores = self.context.scale * query[row, mine].double() @ pair[:, :d].T
-                if len(places):
+                keys, values = self._attended(layer, slot, head, position)
+                scores = self.context.scale * query[row, mine].double() @ keys.T
+                if len(keys):
                     lse[row, mine] = scores.logsumexp(1).float()
-                    out[row, mine] = (scores.softmax(1) @ pair[:, d : 2 * d]).float()
+                    out[row, mine] = (scores.softmax(1) @ values).float()
 
-    def _lane(self, layer: int, slot: int, head: int) -> NDArray[np.uint8]:
-        """The window from a head's place 0 on, uint8[places, record_bytes]."""
-        size, first = self.context.record_bytes, int(self.context.state.base[layer, slot, head])
-        window = self.context.window.numpy()[first:]
+    def _attended(self, layer: int, slot: int, head: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V float64 [n, d] of `attended_places`: the worker's own records, then those of packs."""
+        state, (own, *_, stored) = self.context.state, [*self.context.kinds, self.context.kinds[-1]]
+        d, places = state.shape.head_dim, attended_places(state, layer, slot, head, position).numpy()
+        if state.resident[layer, head]:
+            written, from_packs = places, places[:0]
+        else:
+            first = first_tail(state, layer, slot, head)
+            in_tail = places >= first
+            written, from_packs = places[in_tail] - first, places[~in_tail]
+        halves = [
+            _vectors(self._own(layer, slot, head)[written], own, d),
+            _vectors(self._lane(int(state.base[layer, slot, head]), stored)[from_packs], stored, d),
+        ]
+        keys, values = (torch.cat(each) for each in zip(*halves, strict=True))
+        return keys, values
+
+    def _own(self, layer: int, slot: int, head: int) -> NDArray[np.uint8]:
+        """From the first record that the worker writes for a head on, uint8[n, record_bytes]."""
+        return self._lane(int(self.context.state.own[layer, slot, head]), self.context.kinds[0])
+
+    def _lane(self, first: int, kind: RecordKind) -> NDArray[np.uint8]:
+        """The window from byte `first` on as records."""
+        size, window = kind.record_bytes, self.context.window.numpy()[first:]
         return window[: len(window) // size * size].reshape(-1, size)
 
     def _flip(self, layer: int, wish: Wish) -> None:
@@ -286,6 +306,19 @@ class ReferenceKernels(Kernels):
 
     def _count(self, name: str, more: int) -> None:
         self.context.state.counters[COUNTER[name]] += int(more)
+
+
+def _vectors(records: NDArray[np.uint8], kind: RecordKind, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, V float64 [n, d]."""
+    if not len(records):
+        return torch.zeros(0, d, dtype=torch.float64), torch.zeros(0, d, dtype=torch.float64)
+    raw = torch.from_numpy(records.copy())
+    if kind.dtype in STORAGE:
+        pair = raw.view(STORAGE[kind.dtype]).double()
+        return pair[:, :d], pair[:, d : 2 * d]
+    bits = QUANTISED[kind.dtype]
+    half = d * bits // 8
+    return restored(raw[:, :half], bits).double(), restored(raw[:, half : 2 * half], bits).double()
 
 
 def _unnamed(status: int) -> int:

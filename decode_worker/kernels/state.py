@@ -68,6 +68,7 @@ class HeadState:
             self.issued = torch.zeros(heads, dtype=torch.int32)  # the latest generation that was asked for
             self.stamp = torch.zeros((*heads, units), dtype=torch.int32)  # of each unit place (policy/cache)
             self.base = torch.zeros(heads, dtype=torch.int64)  # byte offset of place 0
+            self.own = torch.zeros(heads, dtype=torch.int64)  # of what the worker writes: a tail, or a resident lane
             self.selected = torch.zeros(heads, dtype=torch.int32)  # k, in units
             self.capacity = torch.zeros(heads, dtype=torch.int32)  # in units
             self.chosen = torch.zeros(heads, dtype=torch.int64)  # units that selections took so far
@@ -100,6 +101,7 @@ class HeadState:
             raise ValueError("a session's window is larger than `context` allows")
         self.cover[:, :, slot] = cover
         self.base[:, slot] = torch.from_numpy(geometry.offsets.astype(np.int64)) + offset
+        self.own[:, slot] = torch.from_numpy(geometry.own_offsets.astype(np.int64)) + offset
         self.selected[:, slot] = torch.from_numpy(geometry.selected // unit)
         self.capacity[:, slot] = torch.from_numpy(geometry.capacity // unit)
         self.first_position[slot] = position

@@ -1,4 +1,4 @@
-"""Which places a head's attention reads (docs/qsac.md, step 6), and where a new token goes."""
+"""Which places a head's attention reads (docs/qsac.md, step 6)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from decode_worker.kernels.state import HeadState
 def first_tail(state: HeadState, layer: int, slot: int, head: int) -> int:
     """The first tail place of an offloaded head."""
     return state.shape.sink + int(state.capacity[layer, slot, head]) * state.shape.unit
-
-
-def place_of_token(state: HeadState, layer: int, slot: int, head: int, position: int) -> int:
-    """A token that the worker writes: at its position in a resident head, else in the tail."""
-    if state.resident[layer, head]:
-        return position
-    return first_tail(state, layer, slot, head) + position % state.shape.tail
 
 
 def attended_places(state: HeadState, layer: int, slot: int, head: int, position: int) -> torch.Tensor:

@@ -198,7 +198,7 @@ def make_policy(
     """The policy that `config.policy` names, with the parts of it that `config` chooses otherwise."""
     preset = PRESETS[config.policy]
     resident = profile.resident_heads(
-        records.record_bytes * config.context, config.resident_bytes, layer0=config.layer0 == "resident"
+        records.own.record_bytes * config.context, config.resident_bytes, layer0=config.layer0 == "resident"
     )
     settings = PolicySettings(
         slots=config.slots,
@@ -207,6 +207,7 @@ def make_policy(
         group=model.q_heads // model.kv_heads,
         head_dim=model.head_dim,
         record_bytes=records.record_bytes,
+        own_bytes=records.own.record_bytes,
         context=config.context,
         tau=profile.thresholds(),
         weights=profile.query_weights(),

@@ -42,6 +42,7 @@ class PolicySettings:
     slack: float = 0.125
     cos_floor: float = 1e-3
     speculative: bool = True
+    own_bytes: int = 0  # of a record that no pack holds; 0: as record_bytes
 
     def __post_init__(self) -> None:
         grid = (self.layers, self.kv_heads)
@@ -93,4 +94,5 @@ class PolicySettings:
             resident=self.resident,
             resident_places=resident_places,
             unit=self.unit,
+            own_bytes=self.own_bytes,
         )

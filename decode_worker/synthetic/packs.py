@@ -56,7 +56,7 @@ def inject_packs(engine: Engine, ids: Sequence[int], seed: int, *, alike: bool =
     retriever = _BuiltOnce(engine.retriever) if alike else engine.retriever
     writer = PackWriter(
         engine.records, retriever, engine.client, engine.transport, engine.catalogue, calls,
-        clustered=engine.config.order == "clustered",
+        order=engine.config.order,
     )  # fmt: skip
     session = engine.client.open_session(engine.layout, engine.config.context)
     threads = torch.get_num_threads()
@@ -89,17 +89,19 @@ def _store(
             if not alike or tokens not in drawn:
                 member = torch.randint(KEY_CLUSTERS, (tokens,), generator=generator)
                 keys = centres[member] + KEY_NOISE * torch.randn(tokens, heads, d, generator=generator)
-                order = np.tile(_order(member, engine.config.order == "clustered", generator), (heads, 1))
+                order = np.tile(_order(member, engine.config.order, generator), (heads, 1))
                 drawn[tokens] = keys.to(dtype), order
             keys, order = drawn[tokens]
             finish(writer.store(draft, layer, keys, values[:tokens], torch.empty(heads, 0), order))
 
 
-def _order(member: torch.Tensor, clustered: bool, generator: torch.Generator) -> NDArray[np.uint16]:
-    """Record -> token, uint16[n]: what `packing.clustered_order` would look for, with random importances."""
+def _order(member: torch.Tensor, name: str, generator: torch.Generator) -> NDArray[np.uint16]:
+    """Record -> token, uint16[n]: what the order would look for, with random importances."""
     tokens = len(member)
-    if not clustered:
+    if name == "token":
         return packing.token_order(1, tokens)[0]
+    if not packing.ORDERS[name].hot_first:
+        return member.argsort(stable=True).numpy().astype(np.uint16)
     hot = torch.zeros(tokens, dtype=torch.bool)
     hot[torch.randperm(tokens, generator=generator)[: packing.hot_records(tokens)]] = True
     return torch.where(hot, member, member + KEY_CLUSTERS).argsort(stable=True).numpy().astype(np.uint16)

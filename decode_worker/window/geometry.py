@@ -21,6 +21,9 @@ class WindowGeometry:
     An offloaded head's lane is `sink` places, `capacity` ones for what was selected, then `tail`; a resident head's has
     one place for each of `resident_places` tokens. `resident`: bool[layers, kv_heads]; `capacity` and `selected`, how
     many records a selection takes: int32[layers, kv_heads].
+
+    What comes from packs has `record_bytes`; what the worker writes, in tails and resident heads, `own_bytes`, which is
+    more where packs are quantised.
     """
 
     layers: int
@@ -34,12 +37,17 @@ class WindowGeometry:
     resident: NDArray[np.bool_]
     resident_places: int
     unit: int = 1  # records that are held together
+    own_bytes: int = 0  # 0: as record_bytes
 
     def __post_init__(self) -> None:
         if self.resident.shape != (self.layers, self.kv_heads):
             raise ValueError(f"resident has shape {self.resident.shape}, expected {(self.layers, self.kv_heads)}")
         if self.record_bytes % 64 or self.record_bytes <= 0:
             raise ValueError(f"record_bytes={self.record_bytes} must be a positive multiple of 64")
+        if not self.own_bytes:
+            object.__setattr__(self, "own_bytes", self.record_bytes)
+        if self.own_bytes % 64 or self.own_bytes < self.record_bytes:
+            raise ValueError(f"own_bytes={self.own_bytes} must be a multiple of 64, at least {self.record_bytes}")
         if self.sink < 0 or min(self.tail, self.resident_places, self.selected.min()) < 1:
             raise ValueError("selected, tail and resident_places must be positive, sink not negative")
         if (self.selected > self.capacity).any():
@@ -47,23 +55,36 @@ class WindowGeometry:
 
     @cached_property
     def first_tail(self) -> NDArray[np.int64]:
-        """Of offloaded heads, int64[layers, kv_heads]; token t of the tail lies at first_tail + t % tail."""
+        """Of offloaded heads, int64[layers, kv_heads]; what comes from packs for token t of the tail is delivered to
+        place first_tail + t % tail."""
         return self.sink + self.capacity.astype(np.int64)
 
     @cached_property
     def places(self) -> NDArray[np.int64]:
-        """Places of each lane, int64[layers, kv_heads]."""
-        return np.where(self.resident, self.resident_places, self.first_tail + self.tail)
+        """Of each lane, as the daemon counts them, of `record_bytes` each: int64[layers, kv_heads]."""
+        return self.lane_bytes // self.record_bytes
+
+    @cached_property
+    def lane_bytes(self) -> NDArray[np.int64]:
+        """int64[layers, kv_heads]."""
+        offloaded = self.first_tail * self.record_bytes + self.tail * self.own_bytes
+        return np.where(self.resident, self.resident_places * self.own_bytes, offloaded)
 
     @cached_property
     def offsets(self) -> NDArray[np.uint64]:
         """Byte offset of place 0 of each lane within the slot's part, uint64[layers, kv_heads]."""
-        ends = np.cumsum(self.places.ravel() * self.record_bytes)
-        return (ends - self.places.ravel() * self.record_bytes).astype(np.uint64).reshape(self.places.shape)
+        ends = np.cumsum(self.lane_bytes.ravel()).reshape(self.lane_bytes.shape)
+        return (ends - self.lane_bytes).astype(np.uint64)
+
+    @cached_property
+    def own_offsets(self) -> NDArray[np.uint64]:
+        """Of what the worker writes: the lane of a resident head, the tail of another; uint64[layers, kv_heads].
+        Token t lies behind `own_bytes` for each of t, or of t % tail, others."""
+        return self.offsets + np.where(self.resident, 0, self.first_tail * self.record_bytes).astype(np.uint64)
 
     @property
     def window_bytes(self) -> int:
-        return int(self.places.sum()) * self.record_bytes
+        return int(self.lane_bytes.sum())
 
     @property
     def slot_bytes(self) -> int:
@@ -78,7 +99,7 @@ class WindowGeometry:
 
     @property
     def resident_bytes(self) -> int:
-        return int(self.resident.sum()) * self.resident_places * self.record_bytes
+        return int(self.resident.sum()) * self.resident_places * self.own_bytes
 
     @property
     def device_bytes(self) -> int:

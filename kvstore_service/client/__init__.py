@@ -16,6 +16,7 @@ from kvstore_service.client.store_client import PackImportance, StoreClient, Wor
 from kvstore_service.shared.types import (
     HASH_BLOCK_TOKENS,
     NO_PARENT,
+    RECORD_ORDERS,
     CommittedPack,
     KindSpec,
     Layout,
@@ -33,6 +34,7 @@ from kvstore_service.shared.types import (
 __all__ = [
     "HASH_BLOCK_TOKENS",
     "NO_PARENT",
+    "RECORD_ORDERS",
     "AdminClient",
     "CommittedPack",
     "KindSpec",

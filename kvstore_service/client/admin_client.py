@@ -108,6 +108,11 @@ class AdminClient(Client):
         expired uploads, drains. A slow reader loses events; `dropped` counts them. DEADLINE_EXCEEDED at the end."""
         yield from self._streamed(self._stub.WatchEvents, admin_pb.WatchEventsRequest(kinds=kinds), timeout_s)
 
+    def trace(self, seconds: float, timeout_s: float = STREAM_TIMEOUT_S) -> Iterator[admin_pb.TraceAccessesResponse]:
+        """Which extents runs want in the next `seconds`, everybody's: first an answer that names the fields of a
+        record, then the records. FAILED_PRECONDITION: somebody traces already."""
+        yield from self._streamed(self._stub.TraceAccesses, admin_pb.TraceAccessesRequest(seconds=seconds), timeout_s)
+
     def _streamed(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Iterator[Any]:
         request_id = secrets.token_hex(8)
         with self._count_lock:
@@ -123,7 +128,13 @@ class AdminClient(Client):
     def explain(self, subject: str = "") -> list[admin_pb.Finding]:
         """Why a prompt (by its last digest), a pack or a session is found or not, and fast or slow;
         "": the latest lookups. NOT_FOUND."""
-        return list(self._call(self._stub.Explain, admin_pb.ExplainRequest(subject=subject)).findings)
+        return list(self.explained(subject).findings)
+
+    def explained(self, subject: str) -> admin_pb.ExplainResponse:
+        """The same of a slot too, SLOT or WORKER/SLOT; for it and for a session's slots also where runs' time went."""
+        answer: admin_pb.ExplainResponse
+        answer = self._call(self._stub.Explain, admin_pb.ExplainRequest(subject=subject))
+        return answer
 
     def set_quota(self, tenant: str, nvme_bytes: int | None = None, dram_bytes: int | None = None) -> None:
         """Bounds the packs and sidecars of `tenant` (uid-N) on disk, and its packs' frames in DRAM, those that it has

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from kvstore_service.daemon import logs
-from kvstore_service.daemon.native import PACK_TOKENS_MAX, WINDOW_KINDS
+from kvstore_service.daemon.disk.cost import OFF, Microseconds
+from kvstore_service.daemon.native import PACK_TOKENS_MAX, TIER_POLICIES, WINDOW_KINDS
 from kvstore_service.shared import settings
 from kvstore_service.shared.settings import ConfigError, Key
 from kvstore_service.shared.types import HASH_BLOCK_TOKENS, format_size
@@ -36,11 +37,13 @@ class Config:
     broker: Path
     dram_bytes: int
     arena_bytes: int | None  # None: half of dram_bytes
+    tier_policy: str
     nvme_bytes: int
     pack_tokens: int
     extent_blocks: int
     copy_threads: int
     io_depth: int
+    disk_cost: Microseconds | None  # None: measured at the start
     window: str
     gpu: int
     cuda_library: str
@@ -124,6 +127,22 @@ def _copy_threads(value: Any) -> int:
     if value == "auto":
         return max(1, min(4, len(os.sched_getaffinity(0)) - 1))
     return settings.count(1, 64)(value)
+
+
+def _disk_cost(value: Any) -> Microseconds | None:
+    if value == "auto":
+        return None
+    if value is False or value == "off":
+        return OFF
+    parts = value if isinstance(value, list) else str(value).split(",")
+    if len(parts) != 3:
+        raise ValueError("write REQUEST,KIB,PIECE in microseconds, auto or off")
+    request, kib, piece = (settings.number(0, 1e6)(part) for part in parts)
+    return request, kib, piece
+
+
+def _show_disk_cost(cost: Microseconds | None) -> str:
+    return "auto" if cost is None else "off" if cost == OFF else ",".join(f"{part:g}" for part in cost)
 
 
 def _address(value: Any) -> str:
@@ -229,6 +248,12 @@ KEYS = (
         "part of dram_bytes that a user with pull windows has alone, or half (of it); 0: no such windows",
         _show_arena_bytes,
     ),
+    Key(
+        "tier_policy",
+        lambda: TIER_POLICIES[0],
+        settings.choice(*TIER_POLICIES),
+        f"what leaves DRAM first: {', '.join(TIER_POLICIES)}",
+    ),
     Key("nvme_bytes", lambda: "64GiB", settings.size(1 << 20), "most bytes of packs and sidecars on disk", format_size),
     Key(
         "pack_tokens",
@@ -239,6 +264,14 @@ KEYS = (
     Key("extent_blocks", lambda: 4, settings.count(1, 16), "4 KiB blocks that are cached together"),
     Key("copy_threads", lambda: "auto", _copy_threads, "copy threads; auto = cores - 1, from 1 to 4"),
     Key("io_depth", lambda: 64, settings.count(1, 4096), "reads in flight per copy thread"),
+    Key(
+        "disk_cost",
+        lambda: "auto",
+        _disk_cost,
+        "microseconds of the disk for a request, a KiB and a piece of memory, such as 15,0.4,2.5; auto = measured at "
+        "the start; off: reads nothing between wanted blocks",
+        _show_disk_cost,
+    ),
     Key(
         "window",
         lambda: "auto",

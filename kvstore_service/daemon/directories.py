@@ -45,17 +45,17 @@ def prepare(data_dir: Path) -> None:
         raise StoreError("FAILED_PRECONDITION", f"data_dir={data_dir}: {error.strerror}; {fix}") from error
 
 
-def require_own(directory: Path) -> None:
+def require_own(directory: Path, sticky: bool = False) -> None:
     """FAILED_PRECONDITION if another user could rename, replace or plant a file there, such as a symbolic link.
 
-    A shared directory with the sticky bit, such as /tmp, is good enough for names that are created exclusively."""
+    `sticky`: a shared directory with that bit, such as /tmp, is good enough, where names are created exclusively."""
     held = directory.stat()
     if held.st_uid not in (0, os.getuid()):
         raise StoreError(
             "FAILED_PRECONDITION",
             f"{directory} belongs to user id {held.st_uid}; use a directory of user id {os.getuid()}",
         )
-    if held.st_mode & stat.S_IWOTH and not held.st_mode & stat.S_ISVTX:
+    if held.st_mode & stat.S_IWOTH and not (sticky and held.st_mode & stat.S_ISVTX):
         raise StoreError("FAILED_PRECONDITION", f"{directory} can be written by every user; chmod o-w it")
 
 

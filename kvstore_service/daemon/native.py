@@ -6,29 +6,39 @@ from functools import lru_cache
 
 from kvstore_service import _native
 from kvstore_service._native import (
+    ACCESS_FIELDS,
     DEVICE_WINDOW_KINDS,
+    DISK_COST,
     PACK_TOKENS_MAX,
+    TIER_POLICIES,
     WINDOW_KINDS,
     DataPlane,
     PackSpec,
     RingGeometry,
+    measure_disk,
+    through_blocks,
 )
 from kvstore_service.shared import types
 from kvstore_service.shared.types import BUILD_BYTES, NO_PARENT, Layout, StoreError
 
 __all__ = [
+    "ACCESS_FIELDS",
     "DEVICE_WINDOW_KINDS",
+    "DISK_COST",
     "PACK_TOKENS_MAX",
     "PULL",
+    "TIER_POLICIES",
     "WINDOW_KINDS",
     "DataPlane",
     "PackSpec",
     "RingGeometry",
     "errors",
     "file_bytes",
+    "measure_disk",
     "memory_bytes",
     "pack_spec",
     "ring_geometry",
+    "through_blocks",
 ]
 
 
@@ -43,10 +53,14 @@ def errors() -> Iterator[None]:
         raise StoreError(error.code, str(error)) from error
 
 
-def pack_spec(pack_id: bytes, build: bytes, parent: bytes, layout: Layout, tokens: int, extent_blocks: int) -> PackSpec:
+def pack_spec(
+    pack_id: bytes, build: bytes, parent: bytes, layout: Layout, tokens: int, extent_blocks: int, record_order: int = 0
+) -> PackSpec:
     kinds = [_native.KindSpec(kind.lanes, kind.d, kind.dtype, kind.record_bytes) for kind in layout.kinds]
     with errors():
-        return PackSpec(pack_id, build, parent, layout.fingerprint, layout.layers, kinds, tokens, extent_blocks)
+        return PackSpec(
+            pack_id, build, parent, layout.fingerprint, layout.layers, kinds, tokens, extent_blocks, record_order
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -28,6 +28,7 @@ from kvstore_service._proto import admin_service_pb2_grpc, store_service_pb2_grp
 from kvstore_service.daemon import directories, logs, native
 from kvstore_service.daemon.config import Config, ConfigError, load, to_yaml
 from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.cost import DiskCost
 from kvstore_service.daemon.disk.rebuild import rebuild
 from kvstore_service.daemon.front import health
 from kvstore_service.daemon.front.broker import Broker
@@ -42,7 +43,7 @@ from kvstore_service.daemon.front.socket_path import SocketPath, open_to
 from kvstore_service.daemon.store.registry import Limits, Worker
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.shared.stdout import StdoutError, whole_stdout
-from kvstore_service.shared.types import StoreError
+from kvstore_service.shared.types import StoreError, printable
 
 ADMIN_SERVICE = "kvstore.v1.AdminService"
 GRACE_S = 1.0
@@ -66,6 +67,7 @@ class Daemon:
             catalog = Catalog(config.data_dir)
             undo.callback(catalog.close)
             catalog.freeze({"extent_blocks": config.extent_blocks})
+            self._disk_cost = DiskCost.of(config.disk_cost, config.data_dir)
             with native.errors():
                 self.data_plane = native.DataPlane(
                     config.dram_bytes,
@@ -77,6 +79,8 @@ class Daemon:
                     gdr_library=config.gdr_library,
                     gpu=config.gpu,
                     arena_bytes=config.dram_bytes // 2 if config.arena_bytes is None else config.arena_bytes,
+                    tier_policy=config.tier_policy,
+                    disk_cost=self._disk_cost.us,
                 )
             undo.pop_all()
         self.store = Store(config, catalog, self.data_plane)
@@ -127,7 +131,7 @@ class Daemon:
             StoreService(self.store, self._broker, self.config), server
         )
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminService(self.store, self._broker, self.config, os.getpid()), server
+            AdminService(self.store, self._broker, self.config, os.getpid(), str(self._disk_cost)), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(health.HealthService(self.store.state.draining.is_set), server)
         reflection.enable_server_reflection((ADMIN_SERVICE, health.SERVICE, reflection.SERVICE_NAME), server)
@@ -229,7 +233,8 @@ def main(argv: Sequence[str] | None = None, make: Callable[[Config], Daemon] = D
         print(f"kvstored: {error}", file=sys.stderr)
         return 2
     except (StoreError, StdoutError, OSError) as error:
-        print(f"kvstored: {error.message if isinstance(error, StoreError) else error}", file=sys.stderr)
+        message = error.message if isinstance(error, StoreError) else str(error)
+        print(f"kvstored: {printable(message)}", file=sys.stderr)  # it may quote a file's content, or a path
         return 1
     except sqlite3.Error as error:
         print(f"kvstored: the catalogue failed: {error}", file=sys.stderr)

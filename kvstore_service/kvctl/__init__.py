@@ -16,6 +16,7 @@ import shtab
 from kvstore_service.client import AdminClient
 from kvstore_service.kvctl.commands import Command
 from kvstore_service.kvctl.flags import CALL_S, parser, usage_error
+from kvstore_service.kvctl.heat import heat
 from kvstore_service.kvctl.output import Output
 from kvstore_service.shared.settings import ConfigError, default_broker, default_socket
 from kvstore_service.shared.stdout import StdoutError, whole_stdout
@@ -49,9 +50,12 @@ def _run(flags: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if "shell" in arguments:
         print(shtab.complete(flags, arguments.shell))
         return 0
+    output = Output(arguments.format == "json")
+    if arguments.command is heat:
+        return heat(None, output, arguments)
     with _connected(arguments) as client:
         command: Command = arguments.command
-        return command(client, Output(arguments.format == "json"), arguments)
+        return command(client, output, arguments)
 
 
 def _connected(arguments: argparse.Namespace) -> AdminClient:

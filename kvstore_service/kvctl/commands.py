@@ -9,16 +9,18 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from google.rpc import code_pb2
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvstore_service._proto.admin_service_pb2 import EvictedPack, PackSummary
+from kvstore_service._proto.admin_service_pb2 import EvictedPack, OpWaits, PackSummary, SlotWaits
 from kvstore_service.client import AdminClient
+from kvstore_service.client.access_trace import write_trace
 from kvstore_service.kvctl.output import ID_DIGITS, Output, Row, plain
-from kvstore_service.shared.types import PACK_ID_BYTES, StoreError, format_size
+from kvstore_service.shared.types import PACK_ID_BYTES, StoreError, format_size, printable
 
 EVICT_BATCH = 8192  # packs that one call names
 POLL_S = 0.2
@@ -29,6 +31,7 @@ Command = Callable[[AdminClient, Output, argparse.Namespace], int]
 def status(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
     values = plain(client.get_status())
     counters = values.pop("counters")
+    del values["times"]  # for `top`
     if output.as_json:
         values["counters"] = counters
         output.values("", values)
@@ -216,16 +219,83 @@ def watch(client: AdminClient, output: Output, arguments: argparse.Namespace) ->
                 at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(event.at_s))
                 lost = f" ({event.dropped} events lost)" if event.dropped else ""
                 parts = (at, event.kind, event.tenant, event.pack_id.hex()[:ID_DIGITS], event.detail)
-                print(" ".join(part for part in parts if part) + lost, flush=True)
+                print(printable(" ".join(part for part in parts if part)) + lost, flush=True)
     except StoreError as error:
         if error.code != "DEADLINE_EXCEEDED" or arguments.timeout is None:
             raise
     return 0
 
 
+def trace(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
+    """1 if the daemon had to drop some."""
+    answers = client.trace(arguments.seconds)
+    try:
+        records, dropped = write_trace(Path(arguments.file), answers)
+    except OSError as error:
+        raise StoreError("FAILED_PRECONDITION", f"{arguments.file}: {error.strerror}; choose another file") from error
+    if output.as_json:
+        output.values("", {"accesses": records, "dropped": dropped})
+    else:
+        lost = f"; {dropped} more were dropped: they came faster than they could be read" if dropped else ""
+        output.console.print(f"{records} accesses in {arguments.file}{lost}")
+    return 1 if dropped else 0
+
+
 def explain(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:
-    output.rows("findings", [plain(item) for item in client.explain(arguments.subject)])
+    found = client.explained(arguments.subject)
+    findings = [plain(item) for item in found.findings]
+    if output.as_json:
+        slots = [
+            {**plain(item), "ops": [plain(op) for op in item.ops], "lanes": [plain(lane) for lane in item.lanes]}
+            for item in found.slots
+        ]
+        output.values("", {"findings": findings, "slots": slots})
+        return 0
+    output.rows("findings", findings)
+    for item in found.slots:
+        _show_waits(output, item)
     return 0
+
+
+def _show_waits(output: Output, item: SlotWaits) -> None:
+    """Means over the runs, but for the slowest."""
+    name = f"slot {item.worker_id}/{item.slot}"
+    output.console.print()
+    output.rows(f"{name}: microseconds of a run", [_waits(op) for op in item.ops])
+    stalled = [
+        {
+            "layer": lane.layer,
+            "head": lane.lane,
+            "stalls": lane.stalls,
+            "stalled_ms": lane.stalled_ns / 1e6,
+            "mean_us": lane.stalled_ns / 1e3 / lane.stalls,
+            "slowest_us": lane.slowest_ns / 1e3,
+        }
+        for lane in item.lanes
+    ]
+    if stalled:
+        output.console.print()
+        output.rows(f"{name}: longest waits for disk and frames", stalled)
+
+
+def _waits(op: OpWaits) -> Row:
+    def mean_us(total_ns: int) -> float:
+        return total_ns / 1e3 / op.runs
+
+    looked = op.extent_hits + op.extent_misses
+    return {
+        "op": op.op,
+        "runs": op.runs,
+        "failed": op.failed,
+        "queue": mean_us(op.queue_ns),
+        "pins": mean_us(op.pins_ns),
+        "disk": mean_us(op.disk_ns),
+        "copy": mean_us(op.copy_ns),
+        "commit": mean_us(op.commit_ns),
+        "slowest": op.slowest_ns / 1e3,
+        "hits": f"{100 * op.extent_hits / looked:.1f} %" if looked else "-",
+        "read_per_moved": f"{op.read_bytes / op.moved_bytes:.2f}" if op.moved_bytes else "-",
+    }
 
 
 def quota(client: AdminClient, output: Output, arguments: argparse.Namespace) -> int:

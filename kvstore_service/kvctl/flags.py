@@ -7,6 +7,8 @@ from typing import Any
 import shtab
 
 from kvstore_service.kvctl import commands
+from kvstore_service.kvctl.heat import heat
+from kvstore_service.kvctl.top import top
 from kvstore_service.shared.settings import Parser, default_socket, path
 from kvstore_service.shared.types import StoreError, parse_size, uid_of
 
@@ -57,6 +59,13 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("packs", nargs=count, metavar="PACK", help=f"pack ids or unique beginnings of them{text}")
 
     add("status", commands.status, "state, sizes and counters")
+    viewing = add("top", top, "what the daemon does now: rates, times, hits, disk, frames, queue, owners")
+    viewing.add_argument("--every", type=_seconds, default=1.0, metavar="S", help="seconds of a view (default: 1)")
+    viewing.add_argument("--once", action="store_true", help="one view, then the end")
+    viewing.add_argument(
+        "--json", dest="format", action="store_const", const="json", default=argparse.SUPPRESS,
+        help="a line for each view, as --format json",
+    )  # fmt: skip
     add("sessions", commands.sessions, "open sessions")
     add("describe", commands.describe, "one session and its packs").add_argument("session")
     listing = add("packs", commands.packs, "stored packs")
@@ -95,9 +104,17 @@ def parser() -> argparse.ArgumentParser:
     add("watch", commands.watch, "commits, evictions, damage, workers, quotas, drains as they happen").add_argument(
         "kinds", nargs="*", metavar="KIND", help="only these: commit damage drain evict quota upload worker"
     )
+    tracing = add("trace", commands.trace, "which extents runs want from now on, as an array that numpy.load reads")
+    tracing.add_argument("--seconds", type=_seconds, default=10.0, metavar="S", help="how long (default: 10)")
+    tracing.add_argument("file", metavar="FILE", help="to write, a .npy file")
+    drawing = add("heat", heat, "draw a trace: what was wanted of each layer and KV head; asks no daemon")
+    drawing.add_argument("trace", metavar="TRACE", help="a file that kvctl trace wrote")
+    drawing.add_argument("picture", metavar="OUT", help="to write, a .png file")
+    drawing.add_argument("--misses", action="store_true", help="only what came from disk")
     add("explain", commands.explain, "why a prompt, a pack or a session is found or not, fast or slow").add_argument(
         "subject", nargs="?", default="", metavar="SUBJECT",
-        help="a session, or the beginning of a pack's id or of a prompt's last digest (default: the latest lookups)",
+        help="a session, a slot (SLOT or WORKER/SLOT), or the beginning of a pack's id or of a prompt's last digest "
+        "(default: the latest lookups)",
     )  # fmt: skip
     bound = add(
         "quota", commands.quota, "what users have and may have, on disk and in DRAM; set it with SIZE and --dram"

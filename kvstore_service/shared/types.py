@@ -13,6 +13,8 @@ FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 32
 REASON_LETTERS_MAX = 512
 NO_PARENT = bytes(PACK_ID_BYTES)
+# By number: RecordOrder of proto/kvstore/v1, where each is explained.
+RECORD_ORDERS = ("unspecified", "token", "pack", "cluster", "chunk", "importance")
 
 _UID_END = 1 << 32
 _UNITS = {
@@ -114,6 +116,7 @@ class PackRow:
     tenant: str
     file_bytes: int
     created_s: float = field(default_factory=time.time)
+    record_order: int = 0
 
     @property
     def file(self) -> str:
@@ -137,12 +140,14 @@ class PrefixCandidate:
 
 @dataclass(frozen=True)
 class PackReservation:
-    """A pack to be written. An empty `parent` continues from the reservation before it."""
+    """A pack to be written. An empty `parent` continues from the reservation before it. record_order: an
+    index of RECORD_ORDERS, which the store keeps and says."""
 
     first_token: int
     tokens: int
     token_digest: bytes
     parent: bytes = b""
+    record_order: int = 0
 
 
 @dataclass(frozen=True)

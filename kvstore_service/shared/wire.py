@@ -40,12 +40,18 @@ def candidate_of(message: pb.PrefixCandidate) -> PrefixCandidate:
 
 def reservation_to(item: PackReservation) -> pb.PackReservation:
     return pb.PackReservation(
-        parent=item.parent, first_token=item.first_token, tokens=item.tokens, token_digest=item.token_digest
+        parent=item.parent,
+        first_token=item.first_token,
+        tokens=item.tokens,
+        token_digest=item.token_digest,
+        record_order=pb.RecordOrder.ValueType(item.record_order),
     )
 
 
 def reservation_of(message: pb.PackReservation) -> PackReservation:
-    return PackReservation(message.first_token, message.tokens, message.token_digest, message.parent)
+    return PackReservation(
+        message.first_token, message.tokens, message.token_digest, message.parent, message.record_order
+    )
 
 
 def geometry_to(ring: RingGeometry) -> pb.RingGeometry:

@@ -68,8 +68,8 @@ def test_histograms_count_every_ticket_and_read(directory, rng):
         counted = {name: sum(counts) for name, (_, counts, _) in times.items()}
         assert counted["ticket_store"] == 4
         assert (counted["ticket_gather"], counted["ticket_range"], counted["read_decode"]) == (1, 1, 1)
-        assert counted["read_bulk"] == 16
-        assert reads >= 17
+        assert counted["read_bulk"] == 2  # of 32 blocks
+        assert reads >= 3
         for bounds, counts, sum_us in times.values():
             assert bounds == [2**i for i in range(25)]
             assert len(counts) == 26

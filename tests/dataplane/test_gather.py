@@ -150,23 +150,6 @@ def test_extend_continues_the_ids(directory, rng):
         assert error.value.code == "FAILED_PRECONDITION"
 
 
-def test_three_blocks_are_read_alone_and_four_as_an_extent(directory, rng):
-    with Rig(directory, extent_blocks=8) as rig:
-        pack = rig.make_pack(rng, tokens=512)
-        epoch = rig.bind(0, [pack], 512)
-        read = lambda: rig.plane.stats()["nvme_read_bytes"]  # noqa: E731
-        start = read()
-        three = np.array([0, 8, 40])  # blocks 0, 1, 5 of the first extent
-        rig.ask(OP_GATHER, 0, run(0, epoch, pair_count=3), pairs_of(three, three))
-        assert read() - start == 3 * 4096
-        rig.ask(OP_GATHER, 0, run(0, epoch, pair_count=3), pairs_of(three, three))
-        assert read() - start == 3 * 4096  # a hit
-        start = read()
-        four = np.array([64, 72, 80, 120])
-        rig.ask(OP_GATHER, 0, run(0, epoch, pair_count=4), pairs_of(four, four))
-        assert read() - start == 8 * 4096
-
-
 def test_counters_agree_with_the_kernel(directory, rng):
     with Rig(directory, dram_bytes=1 << 20) as rig:
         pack = rig.make_pack(rng, lanes=4, tokens=1024)

@@ -80,10 +80,17 @@ def test_without_a_driver_windows_lie_in_shared_memory():
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("short", "cut short or broken"), ("fifo", "did not load within"), ("none", "without a name")]
+    ("kind", "reason"),
+    [
+        ("short", "cut short or broken"),
+        ("fifo", "did not load within"),
+        ("hangs", "did not load within"),
+        ("none", "without a name"),
+    ],
 )
 def test_a_library_that_is_none_ends_nobody(tmp_path, kind, reason):
-    """An update that is under way leaves half a file: mapping that kills, and a FIFO opens when somebody writes."""
+    """An update that is under way leaves half a file: mapping that kills, and a FIFO opens when somebody writes. What a
+    library does first may wait for good, whatever the signal."""
     path = tmp_path / "libcuda.so.1"
     if kind == "short":
         with gpu_double(tmp_path) as double:
@@ -91,6 +98,11 @@ def test_a_library_that_is_none_ends_nobody(tmp_path, kind, reason):
         path.write_bytes(whole[: len(whole) // 2])
     elif kind == "fifo":
         os.mkfifo(path)
+    elif kind == "hangs":
+        source = "#include <signal.h>\n#include <unistd.h>\n__attribute__((constructor)) void f(void) {"
+        source += "signal(SIGALRM, SIG_IGN), signal(SIGTERM, SIG_IGN); for (;;) pause();}"
+        compile_it = ["gcc", "-x", "c", "-shared", "-fPIC", "-o", path, "-"]
+        subprocess.run(compile_it, input=source, text=True, check=True, timeout=60)
     library = "" if kind == "none" else str(path)
     program = (
         "import sys; from kvstore_service._native import DataPlane; "

@@ -384,10 +384,20 @@ def test_an_arena_that_cannot_be_had_is_refused_in_words(directory, rng):
         assert dict(none.plane.windows_refused)["pull"] == "arena_bytes is 0; set it to have windows of this kind"
 
 
-def add_pulling_worker(rig, owner: int) -> int:
-    window = memfd("window", store_native.pull_window_bytes(MIB))
+def test_a_window_whose_size_wraps_around_is_refused(directory):
+    wraps = (1 << 64) // 68 * 64 + 64
+    with (
+        PullRig(directory, **sizes()) as rig,
+        pytest.raises(NativeError, match=r"window has 4096 bytes; 18446744073709551615 were declared"),
+    ):
+        add_pulling_worker(rig, rig.owner, memfd("window", 4096), wraps)
+
+
+def add_pulling_worker(rig, owner: int, window: int | None = None, window_bytes: int = MIB) -> int:
+    if window is None:
+        window = memfd("window", store_native.pull_window_bytes(window_bytes))
     try:
-        return rig.plane.add_worker(window, MIB, rig.staging_fd, 4096, 1, owner, 0, "pull")
+        return rig.plane.add_worker(window, window_bytes, rig.staging_fd, 4096, 1, owner, 0, "pull")
     finally:
         os.close(window)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from decode_worker._native import OP_GATHER, OP_RANGE
+from decode_worker._native import OP_GATHER, OP_PROBE, OP_RANGE
 from decode_worker.window import imported
 from decode_worker.window.kinds import WINDOWS
 from kvstore_service._native import DataPlane, NativeError
@@ -210,6 +210,31 @@ def test_a_worker_that_goes_under_a_copy_that_stands_still_leaves_its_memory_to_
             double.set("")
             epoch = other.bind(0, [pack], 512)
             assert other.ask(OP_RANGE, 0, run(0, epoch, pair_count=64)).tolist() == [[OK, 0]]
+        assert double.faults() == []
+        del one, other
+
+
+def test_what_is_left_to_copies_that_stand_still_is_bounded_and_comes_back(tmp_path, directory):
+    """Nobody counts the memory of a worker that has gone: whoever kept the device busy could have had it all, window by
+    window."""
+    with gpu_double(tmp_path) as double, rig(directory, double) as one:
+        base, left, refusal = double.live(), 0, ""
+        double.set("stuck")
+        while not refusal and left < 20:
+            try:
+                with rig(directory, double, beside=one) as other:
+                    assert other.ask(OP_PROBE, 0, run(0, 0, pair_count=1)).tolist() == [[ERROR, INTERNAL]]
+            except NativeError as error:
+                refusal = f"{error.code}: {error}"
+            else:
+                left += 1
+        assert refusal.startswith("RESOURCE_EXHAUSTED")
+        assert f"copies to {left} windows that are gone have not ended" in refusal
+        assert double.live() > base
+        double.set("")
+        with rig(directory, double, beside=one) as other:
+            assert other.ask(OP_PROBE, 0, run(0, 0, pair_count=1)).tolist() == [[OK, 0]]
+        assert double.live() == base
         assert double.faults() == []
         del one, other
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.store import scratch
+from bench.document import scratch
 from decode_worker.config import WorkerConfig
 from decode_worker.demo import generation
 from decode_worker.demo.curve import figures, print_curve

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK_BYTES = 4096
+KINDS_OFF = 152
 _MAGIC = b"HDGPACK1"
 
 
@@ -33,8 +34,8 @@ class PackFile:
         assert header[:8] == _MAGIC, f"{path} is no pack"
         layers, kinds, tokens, _ = struct.unpack_from("<4I", header, 128)
         assert kinds == 1
-        lanes, _, _, record_bytes, data_off, segment_bytes = struct.unpack_from("<4I2Q", header, 144)
-        (map_off,) = struct.unpack_from("<Q", header, 144 + 4 * 32)
+        lanes, _, _, record_bytes, data_off, segment_bytes = struct.unpack_from("<4I2Q", header, KINDS_OFF)
+        (map_off,) = struct.unpack_from("<Q", header, KINDS_OFF + 4 * 32)
         return cls(path, header[16:48], layers, lanes, tokens, record_bytes, data_off, segment_bytes, map_off)
 
     def offset(self, layer: int, lane: int, record: int) -> int:

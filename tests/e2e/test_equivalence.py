@@ -5,6 +5,8 @@ import pytest
 
 from decode_worker import _native
 from decode_worker.engine.engine import Engine
+from decode_worker.packing import ORDERS
+from kvstore_service.client import AdminClient
 from tests.support.daemon_process import Daemon
 
 from .conftest import EngineFactory, Expected, greedy, random_ids
@@ -42,8 +44,19 @@ def test_tokens_equal_the_oracle(
     print(f"seed {seed}")
     prompt = random_ids(1400, seed)
     daemon.set_faults(**faults)
-    tokens = engine_tokens(engine(order="clustered", **case), prompt)
+    tokens = engine_tokens(engine(order="pack", **case), prompt)
     assert tokens == expected.tokens(prompt, STEPS, budget=0.1, **case)
+
+
+@pytest.mark.parametrize("order", ORDERS.names)
+def test_no_order_of_records_changes_a_token(
+    engine: EngineFactory, daemon: Daemon, expected: Expected, order: str
+) -> None:
+    prompt, settings = random_ids(1400, 12), {"policy": "qsac", "retriever": "hash", "eta": 0.2}
+    tokens = engine_tokens(engine(order=order, **settings), prompt, 8)
+    assert tokens == expected.tokens(prompt, 8, budget=0.1, **settings)
+    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+        assert {pack.record_order for pack in admin.list_packs()} == {order}
 
 
 @pytest.mark.parametrize("retriever", ["exact", "hash"])

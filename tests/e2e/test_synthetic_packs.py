@@ -17,14 +17,14 @@ IDS = random_ids(2 * PACK_TOKENS + 1, 90)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("first", ["clustered", "token"])
+@pytest.mark.parametrize("first", ["pack", "token"])
 def test_packs_that_another_retriever_has_indexed_keep_their_order(
     daemon: Daemon, checkpoint: Path, first: str
 ) -> None:
     """The index of what is stored already lies over the stored records."""
     with joined(daemon, checkpoint, retriever="hash", order=first) as engine:
         inject_packs(engine, IDS, 1)
-    with joined(daemon, checkpoint, retriever="exact", order="clustered") as engine:
+    with joined(daemon, checkpoint, retriever="exact", order="pack") as engine:
         inject_packs(engine, IDS, 1)
         session, rest = engine.attach(IDS)
         assert (session.stored, len(rest)) == (2 * PACK_TOKENS, 1)

@@ -22,7 +22,7 @@ DISK_BYTES = 12 << 20
 OPTIONS = ("--nvme-bytes=1GiB", "--copy-threads=1")
 _MOUNT = {
     "ext4": 'mount -o loop "$1" "$2" && shift 2 && exec "$@"',
-    "tmpfs": f'mount -t tmpfs -o size={DISK_BYTES} none "$2" && shift 2 && exec "$@"',
+    "tmpfs": f'mount -t tmpfs -o size={DISK_BYTES},mode=0700 none "$2" && shift 2 && exec "$@"',
 }
 
 

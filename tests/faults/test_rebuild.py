@@ -38,6 +38,7 @@ def check_all_is_served(daemon: Daemon, packs: list[PackRef], key: SidecarKey) -
     with joined(daemon) as worker, AdminClient.connect(daemon.socket, daemon.broker) as admin:
         assert looked_up(worker.client) == packs
         assert worker.client.get_sidecar(key) == b"index"
+        assert {item.record_order for item in admin.list_packs()} == {"cluster"}
         assert [(item.bad_blocks, item.error) for item in admin.verify()] == [([], "")] * CHAIN
         assert [check.detail for check in admin.audit() if not check.ok] == []
 

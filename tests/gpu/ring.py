@@ -8,7 +8,7 @@ import numpy as np
 from decode_worker import _native
 from decode_worker.policy.plan import RUN_DTYPE, Op, Ticket
 
-MAGIC, VERSION = 0x31474E4952474448, 3
+MAGIC, VERSION = 0x31474E4952474448, 4
 HEADER = np.dtype([("magic", "<u8"), ("version", "<u4"), ("geometry", "<u4", 3), ("epoch", "<u8")])
 TICKET = np.dtype(
     [("seq", "<u8"), ("step", "<u4"), ("layer", "<u2"), ("micro_batch", "<u2"), ("op", "<u2"), ("runs", "<u2"),

@@ -46,9 +46,8 @@ def test_a_nan_stays_one(rng):
 
 
 def test_a_full_tail_is_a_fault_and_nothing_of_it_is_written(rng):
-    heads = Heads(rng, heads=3, slots=4)
+    heads = Heads(rng, heads=3, slots=4, resident_share=0)
     state, rows = heads.state, heads.rows
-    state.resident[0] = 0
     full = rng.random((4, 3)) < 0.3
     for row, (slot, position) in enumerate(zip(rows.slot.tolist(), rows.position.tolist(), strict=True)):
         for head in range(3 if slot >= 0 else 0):

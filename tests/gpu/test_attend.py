@@ -76,9 +76,8 @@ def test_a_lane_has_any_number_of_records_and_no_more_than_64_parts(rng: np.rand
 
 
 def test_the_tail_wraps_where_it_ends(rng: np.random.Generator) -> None:
-    heads = Heads(rng, slots=1, heads=2, d=16)
+    heads = Heads(rng, slots=1, heads=2, d=16, resident_share=0)
     state, query = heads.state, heads.normal(1, 4, 16)
-    state.resident[:] = 0
     tail = state.shape.tail
     for cover, position in (
         (0, 0),
@@ -95,10 +94,10 @@ def test_the_tail_wraps_where_it_ends(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_heads_that_hold_nothing_give_zeros(rng: np.random.Generator, dtype: str) -> None:
-    heads = Heads(rng, slots=3, dtype=dtype)
+    heads = Heads(rng, slots=3, dtype=dtype, resident_share=0)
     state, query = heads.state, heads.normal(3, 4, 64)
     heads.rows.set([0, -1, 2], [10, 10, 9])
-    state.resident[0], state.count[:], state.cover[:] = 0, 0, 7
+    state.count[:], state.cover[:] = 0, 7
     state.cover[:, 0, 2, 0] = 10
     state.shape = replace(state.shape, sink=0)
     out, lse = attended(heads, 0, query)
@@ -131,9 +130,8 @@ def test_what_fills_a_record_up_is_not_read(rng: np.random.Generator) -> None:
 
 
 def test_the_order_of_places_hardly_matters(rng: np.random.Generator) -> None:
-    heads = Heads(rng, slots=1, heads=1, group=4, d=64)
+    heads = Heads(rng, slots=1, heads=1, group=4, d=64, resident_share=0)
     state, query = heads.state, heads.normal(1, 4, 64)
-    state.resident[:] = 0
     state.count[:] = state.shape.places
     state.places[:] = torch.from_numpy(state.shape.sink + rng.permutation(state.shape.places).astype(np.int32))
     heads.rows.set([0], [CONTEXT // 2])

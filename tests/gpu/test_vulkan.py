@@ -4,6 +4,7 @@ rest."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 
@@ -28,6 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(words: str, monkeypatch: pytest.MonkeyPatch) -> Experiment:
     """An experiment on drivers of which `words` are true."""
     monkeypatch.setenv("VULKAN_DOUBLE", words)
+    gc.collect()  # what other tests have left closes its descriptors now
     before, descriptors = vulkan_double.live(), len(os.listdir("/proc/self/fd"))
     experiment = Experiment(vulkan_double.path(), vulkan_double.path())
     experiment.run()

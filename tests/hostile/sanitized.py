@@ -4,6 +4,7 @@ Run as a program it puts MODULE in the place of kvstore_service._native, however
 the other arguments to pytest.
 """
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -25,9 +26,12 @@ def build(directory: Path, sanitizer: str, *targets: str, compiler: str = "g++")
         f"-DCMAKE_CXX_COMPILER={shutil.which(compiler)}", f"-DPython_EXECUTABLE={sys.executable}",
     )  # fmt: skip
     environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    for command in (configure, ("cmake", "--build", directory, "-j2", "--target", *targets)):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    directory.parent.mkdir(exist_ok=True)
+    with directory.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes that build in one folder break each other's files
+        for command in (configure, ("cmake", "--build", directory, "-j2", "--target", *targets)):
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 def environment(sanitizer: str, report: Path) -> dict[str, str]:

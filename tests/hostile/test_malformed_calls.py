@@ -132,6 +132,24 @@ def test_declared_memory_costs_the_daemon_nothing(daemon: Daemon, channel: grpc.
     connection.close()
 
 
+def test_a_window_of_more_bytes_than_there_are_is_refused(daemon: Daemon, channel: grpc.Channel) -> None:
+    """Of a pull window 17/16 of its bytes are mapped. Counted in 64 bits, the least of those that do not fit wrap to a
+    page; a worker that was granted one could have the daemon store wherever it liked."""
+    for window_bytes in ((1 << 64) // 68 * 64 + 64, (1 << 63) + 64, (1 << 64) - 1):
+        ring = pb.RingGeometry(tickets=2, runs_max=1, pairs_max=1)
+        for kinds in (["pull"], ["shm"]):
+            request = pb.RegisterWorkerRequest(
+                slots=1, window_bytes=window_bytes, staging_bytes=4096, rings=[ring], window_kinds=kinds
+            )
+            connection = BrokerConnection(daemon.broker, "huge", 10.0)
+            token = calls.token(connection.token)
+            assert code_of(channel, store_method("RegisterWorker"), request.SerializeToString(), token) in (
+                "RESOURCE_EXHAUSTED",
+                "INVALID_ARGUMENT",
+            )
+            connection.close()
+
+
 def test_names_that_are_paths_stay_names(daemon: Daemon, victim: Victim) -> None:
     outside = set(daemon.data_dir.parent.iterdir())
     for kind in ("../../outside", "/etc/passwd", "a\0b", "..", "x" * 64):

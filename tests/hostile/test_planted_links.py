@@ -1,5 +1,6 @@
 """What others could put in the daemon's way in the file system: it follows no link, and harms no foreign file."""
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -87,6 +88,24 @@ def test_a_directory_that_others_can_write(tmp_path: Path, place: str, mode: int
     run = tmp_path / "run"
     line = refused_start(tmp_path, socket=run / "s.sock", broker=run / "b.sock")
     assert f"{directory} can be written by every user; chmod o-w it" in line
+
+
+@pytest.mark.parametrize("place", ["data", "data/packs", "data/sidecars"])
+def test_a_sticky_directory_is_not_good_enough_for_data(tmp_path: Path, place: str) -> None:
+    """Whoever has put a catalogue there before the first start owns it, with the tenants' keys that come into it."""
+    directory = tmp_path / place
+    directory.mkdir(parents=True)
+    directory.chmod(0o1777)
+    assert f"{directory} can be written by every user; chmod o-w it" in refused_start(tmp_path)
+
+
+def test_what_a_file_says_is_quoted_in_one_plain_line(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with open(tmp_path / "data" / "lock", "w") as lock:
+        lock.write("1\x1b[2J\nall is well")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use by pid 1\\x1b[2J\\nall is well; stop it" in refused_start(tmp_path)
 
 
 def test_a_directory_of_another_user(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from tests.support.daemon_process import Daemon
 
 SLOTS, RINGS = 16, 64
 MANY_TICKETS, SMALLEST = RingGeometry(4096, 1, 1), RingGeometry(2, 1, 1)
-LAYERS, LANES = 64, 256  # as many windows as a request may have: 256 KiB
+LAYERS, LANES = 64, 256  # as many windows as a request may have: 512 KiB with what is counted of each
 LAYOUT = Layout(hashlib.sha256(b"wide").digest(), LAYERS, (KindSpec(LANES, 32, 1, 64),))
 
 
 @pytest.fixture
 def sparing_daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, options=(*DAEMON_OPTIONS, "--worker-bytes-max=1MiB")) as running:
+    with Daemon(tmp_path, options=(*DAEMON_OPTIONS, "--worker-bytes-max=2MiB")) as running:
         yield running
 
 
@@ -40,7 +40,7 @@ def test_what_tickets_and_windows_take_of_the_daemon_is_counted(sparing_daemon: 
     """With 4,096 tickets a ring takes 1/4 MiB, which was 16 MiB for each worker; so did 64 of its slots."""
     with StoreClient.connect(sparing_daemon.socket, sparing_daemon.broker) as client:
         shared_bytes = sum((MANY_TICKETS.tickets * size for size in (64 + 32 + 8, 16)), 2 * 4096)
-        rings = (1 << 20) // shared_bytes
+        rings = (2 << 20) // shared_bytes
         with pytest.raises(StoreError, match="worker_bytes_max"):
             client.register_worker(SLOTS, 4096, 4096, [MANY_TICKETS] * rings)
         client.register_worker(SLOTS, 4096, 4096, [SMALLEST])

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from bench.document import counters
 from bench.neighbour import ATTACKS, BUSY_PAIRS, RECORD_BYTES, Document, Neighbour
-from bench.store import counters
 from tests.support.daemon_process import Daemon
 
 SHARE_MIN = 0.2

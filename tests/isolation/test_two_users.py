@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.store import counters
+from bench.document import counters
 from kvstore_service.client import AdminClient
 from tests.support.users import ROOT, daemon_of_another_user, python_of_others, user
 

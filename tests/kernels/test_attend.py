@@ -32,8 +32,8 @@ class Lanes:
 
     def attend(self, ranges, places, counts, threads=1):
         return _native.attend(
-            self.query, self.window, self.base, ranges, places, counts,
-            self.dtype, self.record_bytes, self.scale, threads,
+            self.query, self.window, [(self.base, ranges, places, counts, self.dtype, self.record_bytes)],
+            self.scale, threads,
         )  # fmt: skip
 
     def reference(self, ranges, places, counts):
@@ -175,7 +175,8 @@ def attend(threads):
     base, none = np.zeros((1, 2), np.uint64), np.zeros((1, 2), np.int32)
     ranges = np.array([[[[0, 4096]]] * 2], np.int32)
     query = np.ones((1, 2, 64), np.float32)
-    _native.attend(query, window, base, ranges, np.zeros((1, 2, 1), np.int32), none, 2, 256, 1.0, threads)
+    held = (base, ranges, np.zeros((1, 2, 1), np.int32), none, 2, 256)
+    _native.attend(query, window, [held], 1.0, threads)
     return len(os.listdir("/proc/self/task"))
 before = len(os.listdir("/proc/self/task"))
 print(attend(1) - before, attend(3) - before)

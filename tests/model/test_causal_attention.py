@@ -1,11 +1,13 @@
-"""The fast causal attention equals the plain one on random shapes."""
+"""The fast causal attention equals the plain one on random shapes; what is told of it is causal too."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from decode_worker.engine.prefill import Prefill
 from decode_worker.model.attention import causal_attention
 
 
@@ -53,3 +55,18 @@ def test_key_count_must_match_the_position() -> None:
     q, k = torch.zeros(2, 2, 64), torch.zeros(5, 1, 64)
     with pytest.raises(ValueError, match="both must be 6"):
         causal_attention(q, k, k, 4, 1.0)
+
+
+def test_importance_is_what_the_last_queries_give_to_tokens_before_them() -> None:
+    count, tokens, kv_heads, group, d, scale = 5, 40, 2, 3, 8, 0.3
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(count, kv_heads * group, d, generator=generator)
+    k = torch.randn(tokens, kv_heads, d, generator=generator)
+    expected = torch.zeros(kv_heads, tokens, dtype=torch.float64)
+    for i in range(count):
+        seen = tokens - count + i + 1
+        for j in range(kv_heads * group):
+            scores = scale * k[:seen, j // group].double() @ q[i, j].double()
+            expected[j // group, :seen] += scores.softmax(0)
+    found = Prefill._importance(SimpleNamespace(_model=SimpleNamespace(scale=scale)), q, k)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)

@@ -41,7 +41,7 @@ class Store:
         self.orders: list[tuple[int, ...]] = []
         nobody: Any = None
         retriever: Any = SimpleNamespace(build=self._index)
-        self._writer = PackWriter(RECORDS, retriever, *[nobody] * 4, clustered=True)
+        self._writer = PackWriter(RECORDS, retriever, *[nobody] * 4, order="pack")
 
     def _index(self, layer: int, keys: NDArray[np.float32], order: NDArray[np.uint16]) -> None:
         assert keys.shape == (*order.shape[::-1], RECORDS.head_dim)

@@ -62,3 +62,42 @@ def test_all_sets_keep_the_same_state(rng, patched_once, preset, index):
             for bench, values in zip(benches[1:], others, strict=True):
                 assert torch.equal(values, right), f"step {number}: {name} differs in {type(bench.kernels).__name__}"
         assert all((bench.window == benches[0].window).all() for bench in benches[1:])
+
+
+def test_all_sets_hit_by_the_same_last_bit(rng, patched_once):
+    """Thresholds are float32, similarities are not rounded to it: one just above its threshold is a hit."""
+    group, hits = 3, []
+    query = rng.standard_normal((3, 2, group, HEAD_DIM), dtype=np.float32)
+    label = (query + 0.3 * rng.standard_normal(query.shape)).astype(np.float32)
+    weights = rng.random((3, 2, group), dtype=np.float32)
+    q, k, w = query.astype(np.float64), label.astype(np.float64), weights.astype(np.float64)
+    cosine = (q * k).sum(-1) / np.sqrt((q * q).sum(-1) * (k * k).sum(-1))
+    above = w.sum(-1) / (w / cosine).sum(-1)
+    tau = above.astype(np.float32)
+    tau = np.where(tau >= above, np.nextafter(tau, np.float32(-1)), tau)
+    changes = {"group": group, "weights": weights, "tau": tau}
+    for kernels in ("reference", "cpu", "triton"):
+        bench = Bench(kernels, settings(**changes), retriever("hash", 1, 3, 2), np.random.default_rng(1))
+        bench.bind(0, 256, 300)
+        bench.state.first_position[0] = -1
+        bench.seed(0, label.reshape(3, -1, HEAD_DIM))
+        bench.step(query.reshape(3, 1, -1, HEAD_DIM))
+        hits.append(bench.policy.counters.hits)
+    assert hits == [4, 4, 4]
+
+
+@pytest.mark.parametrize("spoilt", [np.nan, np.inf])
+def test_a_query_that_is_no_number_misses_in_all_sets(rng, patched_once, spoilt):
+    group = 3
+    query = rng.standard_normal((3, 2, group, HEAD_DIM), dtype=np.float32)
+    spoilt_query = query.copy()
+    spoilt_query[:, 1, 1, 5] = spoilt
+    for kernels in ("reference", "cpu", "triton"):
+        bench = Bench(kernels, settings(group=group), retriever("hash", 1, 3, 2), np.random.default_rng(1))
+        bench.bind(0, 256, 300)
+        bench.state.first_position[0] = -1
+        bench.seed(0, query.reshape(3, -1, HEAD_DIM))
+        bench.begin([0], [300])
+        for layer in (1, 2):
+            bench.plan(layer, spoilt_query[layer].reshape(1, -1, HEAD_DIM))
+        assert bench.policy.counters.hits == 2, f"{kernels} takes what is no number for similar"

@@ -4,17 +4,19 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from decode_worker import cli
 from kvstore_service import kvctl
-from kvstore_service.client import AdminClient, StoreError
+from kvstore_service._proto import admin_service_pb2 as admin_pb
+from kvstore_service.client import AdminClient, StoreClient, StoreError
 from kvstore_service.client.admin_client import STREAM_TIMEOUT_S
 from tests.service.test_administration import ROOT, run
 from tests.support.daemon_process import Daemon
+from tests.support.world import TestWorker
 
 KVCTL = [sys.executable, "-m", "kvstore_service.kvctl"]
 KVSTORED = [sys.executable, "-m", "kvstore_service.daemon.server"]
@@ -85,6 +87,28 @@ def test_a_daemon_that_ends_ends_the_command(daemon: Daemon, command: str) -> No
     assert waiting.wait(timeout=30) == 1
     (line,) = waiting.stderr.read().splitlines()
     assert line.startswith(("kvctl: the daemon has ended", "kvctl: the connection to the daemon failed")), line
+
+
+def test_a_worker_cannot_write_to_the_terminal_of_who_watches(
+    daemon: Daemon, client: StoreClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Why a worker unregisters are its own words."""
+
+    def of_a_worker(self: AdminClient, kinds: Sequence[str]) -> Iterator[admin_pb.WatchEventsResponse]:
+        for event in watch(self, kinds):
+            if event.kind == "watch":
+                TestWorker(client)
+                client.unregister_worker("\x1b[2J\nevict \u202e")
+            yield event
+            if "unregistered" in event.detail:
+                return
+
+    watch = AdminClient.watch
+    monkeypatch.setattr(AdminClient, "watch", of_a_worker)
+    assert kvctl.main(["--socket", daemon.socket, "watch", "worker"]) == 0
+    told = capsys.readouterr().out
+    assert told.endswith("unregistered: test, \\x1b[2J\\nevict \\u202e\n")
+    assert told.count("\n") == 2
 
 
 def test_a_watch_that_ends_though_nobody_asked_it_to_fails(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,11 +91,13 @@ class Rig:
     window_kind: str = "shm"
     plane_windows: str = ""  # of the data plane, if others than the worker's
     window_options: dict[str, str | int] = field(default_factory=dict)  # of the data plane, for windows that need them
+    disk_cost: tuple[float, float, float] = store_native.DISK_COST
     beside: Rig | None = None  # another worker of that rig's data plane
     geometry: store_native.RingGeometry = field(
         default_factory=lambda: store_native.RingGeometry(tickets=8, runs_max=64, pairs_max=1 << 16)
     )
     native: ModuleType = store_native  # the build
+    tier_policy: ClassVar[str] = store_native.TIER_POLICIES[0]
 
     def __post_init__(self) -> None:
         if self.beside:
@@ -111,6 +114,8 @@ class Rig:
                 self.spin_us,
                 self.extent_blocks,
                 self.plane_windows or self.window_kind,
+                tier_policy=self.tier_policy,
+                disk_cost=self.disk_cost,
                 **self.window_options,
             )
         )

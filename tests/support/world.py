@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from decode_worker import _native
 from decode_worker._native import RingProducer
 from kvstore_service.client import (
+    RECORD_ORDERS,
     KindSpec,
     Layout,
     PackRef,
@@ -27,6 +28,7 @@ from kvstore_service.client import (
 LAYERS, LANES, RECORD_BYTES = 2, 2, 256
 LAYOUT = Layout(b"fingerprint of a tiny model".ljust(32, b"."), LAYERS, (KindSpec(LANES, 64, 2, RECORD_BYTES),))
 TOKENS = 256
+RECORD_ORDER = RECORD_ORDERS.index("cluster")
 PLACES = 512
 SLOTS = 2
 LANE_BYTES = PLACES * RECORD_BYTES
@@ -44,7 +46,7 @@ def digest(number: int) -> bytes:
 
 def reservation(number: int, index: int = 0, parent: bytes = b"") -> PackReservation:
     """Pack `number`, standing at place `index` of its chain."""
-    return PackReservation(index * TOKENS, TOKENS, digest(number), parent)
+    return PackReservation(index * TOKENS, TOKENS, digest(number), parent, RECORD_ORDER)
 
 
 def candidate(number: int, index: int = 0) -> PrefixCandidate:

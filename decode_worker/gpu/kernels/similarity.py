@@ -105,7 +105,7 @@ def _near(
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """1 where the weighted harmonic mean of the group's cosines exceeds tau; of cosines that are not all above the
-    floor, or weights that are all zero, the least counts. A norm of zero is never near."""
+    floor, or weights that are all zero, the least counts. A norm of zero, or what is no number, is never near."""
     group, i = tl.arange(0, GROUP_BLOCK), tl.arange(0, D_BLOCK)
     there = group < GROUP
     inside = there[:, None] & (i < D)[None, :]
@@ -120,5 +120,5 @@ def _near(
     safe = (least > cos_floor) & (weight > 0)
     inverse = tl.sum(w / tl.where(cosine > cos_floor, cosine, 1.0), 0)
     mean = tl.where(safe, weight / tl.where(safe, inverse, 1.0), least)
-    zero_norms = tl.sum((there & (whole == 0)).to(tl.int32), 0)
-    return ((mean > tau) & (zero_norms == 0)).to(tl.int32)
+    unknown = tl.sum((there & ((whole == 0) | (cosine != cosine))).to(tl.int32), 0)
+    return ((mean > tau) & (unknown == 0)).to(tl.int32)

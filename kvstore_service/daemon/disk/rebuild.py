@@ -6,7 +6,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore_service import _native
@@ -68,7 +68,9 @@ def _candidates(catalog: Catalog, rebuilt: Rebuilt) -> list[PackRow]:
             rebuilt.left[path.name] = f"an unfinished upload or none of this store's: {error}"
             continue
         ref = PackRef(header.pack_id, header.build, 0, header.tokens)
-        row = PackRow(ref, header.parent, header.layout, owner[0], header.file_bytes, path.stat().st_mtime)
+        row = PackRow(
+            ref, header.parent, header.layout, owner[0], header.file_bytes, path.stat().st_mtime, header.record_order
+        )
         found.append((row, header.extent_blocks))
     if found:
         (common, _), *_ = Counter(extent_blocks for _, extent_blocks in found).most_common()
@@ -102,7 +104,7 @@ def _in_order(catalog: Catalog, rows: Sequence[PackRow], rebuilt: Rebuilt) -> It
 
 def _placed(row: PackRow, first_token: int) -> PackRow:
     ref = PackRef(row.ref.pack_id, row.ref.build, first_token, row.ref.tokens)
-    return PackRow(ref, row.parent, row.layout, row.tenant, row.file_bytes, row.created_s)
+    return replace(row, ref=ref)
 
 
 def _verified(catalog: Catalog, verifier: Verifier, rows: Sequence[PackRow], rebuilt: Rebuilt) -> list[PackRow]:

@@ -9,7 +9,10 @@ from typing import Any
 
 from kvstore_service.shared.types import KindSpec, Layout, PackRef, PackRow, SidecarKey
 
-PACK_COLUMNS = "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes, created_s"
+PACK_COLUMNS = (
+    "pack_id, build, parent, fingerprint, tenant, first_token, tokens, layers, kinds, file_bytes, created_s, "
+    "record_order"
+)
 LISTED_COLUMNS = f"{PACK_COLUMNS}, pinned_until_s, damage, last_used_s, importance"
 SIDECAR_COLUMNS = "pack_id, build, kind, parameters, file, file_bytes"
 
@@ -84,14 +87,15 @@ def pack_values(row: PackRow) -> tuple[bytes | str | int | float, ...]:
     return (
         row.ref.pack_id, row.ref.build, row.parent, row.layout.fingerprint, row.tenant, row.ref.first_token,
         row.ref.tokens, row.layout.layers, kinds, row.file_bytes, row.created_s,
+        row.record_order,
     )  # fmt: skip
 
 
 def pack_row(values: Sequence[Any]) -> PackRow:
     """From the values of `PACK_COLUMNS`."""
-    pack_id, build, parent, fingerprint, tenant, first, tokens, layers, kinds, file_bytes, created_s = values
+    pack_id, build, parent, fingerprint, tenant, first, tokens, layers, kinds, file_bytes, created_s, order = values
     ref = PackRef(pack_id, build, first, tokens)
-    return PackRow(ref, parent, _layout(fingerprint, layers, kinds), sys.intern(tenant), file_bytes, created_s)
+    return PackRow(ref, parent, _layout(fingerprint, layers, kinds), sys.intern(tenant), file_bytes, created_s, order)
 
 
 @lru_cache(maxsize=256)

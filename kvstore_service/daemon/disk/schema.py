@@ -10,7 +10,7 @@ from pathlib import Path
 from kvstore_service._native import PACK_VERSION
 from kvstore_service.shared.types import StoreError
 
-CATALOG_VERSION = 2
+CATALOG_VERSION = 3
 CATALOG_ID_BYTES = 16
 EVERYONE = ""  # the row of `totals` that sums all tenants
 IMPORTANCE_S = 86400  # a pack of importance 1 is kept like one that was used a day later
@@ -26,7 +26,8 @@ _TABLES = (
       pack_id BLOB PRIMARY KEY, build BLOB NOT NULL, parent BLOB NOT NULL, fingerprint BLOB NOT NULL,
       tenant TEXT NOT NULL, first_token INTEGER NOT NULL, tokens INTEGER NOT NULL, layers INTEGER NOT NULL,
       kinds TEXT NOT NULL, file_bytes INTEGER NOT NULL, created_s REAL NOT NULL, last_used_s REAL NOT NULL,
-      importance REAL NOT NULL DEFAULT 0, children INTEGER NOT NULL DEFAULT 0, pinned_until_s REAL, damage TEXT,
+      importance REAL NOT NULL DEFAULT 0,
+      record_order INTEGER NOT NULL, children INTEGER NOT NULL DEFAULT 0, pinned_until_s REAL, damage TEXT,
       keep_s REAL AS (last_used_s + {IMPORTANCE_S} * importance)) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS sidecars (
       pack_id BLOB NOT NULL REFERENCES packs(pack_id), build BLOB NOT NULL, kind TEXT NOT NULL,

@@ -50,11 +50,19 @@ class Call:
         return max(0.0, self.deadline_s - time.monotonic())
 
     def is_active(self) -> bool:
-        """Whether somebody still waits for the answer."""
-        return not self.cancelled and self.time_remaining() > 0
+        """Whether somebody still waits for the answer who may have it."""
+        return not self.cancelled and not self._expired() and self.time_remaining() > 0
+
+    def _expired(self) -> bool:
+        """Whether the call's token has become void since it began."""
+        return self.caller.worker is not None and self.caller.worker.gone
 
     def require_active(self) -> None:
-        """CANCELLED or DEADLINE_EXCEEDED once nobody waits any more."""
+        """CANCELLED or DEADLINE_EXCEEDED once nobody waits any more, UNAUTHENTICATED once the token is void."""
+        if self._expired() and not self.cancelled:
+            raise StoreError(
+                "UNAUTHENTICATED", "the broker connection behind the call's token has ended", reason="TOKEN_UNKNOWN"
+            )
         if not self.is_active():
             code = "CANCELLED" if self.cancelled else "DEADLINE_EXCEEDED"
             raise StoreError(code, "nobody waits for this call any more")

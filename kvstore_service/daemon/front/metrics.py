@@ -58,6 +58,7 @@ COUNTERS = {
     "lookups": "prefix lookups",
     "nvme_read_bytes": "bytes read from packs",
     "nvme_read_ops": "reads of packs",
+    "nvme_through_bytes": "bytes between wanted blocks that were read and dropped, part of nvme_read_bytes",
     "nvme_write_bytes": "bytes written to packs",
     "packs_evicted": "packs removed",
     "packs_evicted_bytes": "bytes that this freed",

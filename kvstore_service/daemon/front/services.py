@@ -1,5 +1,6 @@
 """StoreService and AdminService: messages in, one method of the store each, messages out."""
 
+import json
 import os
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from kvstore_service._proto import admin_service_pb2 as admin_pb
 from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
+from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config
 from kvstore_service.daemon.disk.rows import PackFilter
 from kvstore_service.daemon.front.broker import Broker
@@ -23,9 +25,10 @@ from kvstore_service.daemon.store.registry import Session, Worker
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.daemon.store.uploads import DescribedUpload
 from kvstore_service.shared import memory, wire
-from kvstore_service.shared.types import PACK_ID_BYTES, CommittedPack, ReservedPack, StoreError
+from kvstore_service.shared.types import PACK_ID_BYTES, RECORD_ORDERS, CommittedPack, ReservedPack, StoreError
 
 PAGE_SIZE_MAX = 1000
+TRACE_BYTES = 1 << 20  # of a message, whole records or not
 WATCH_TURN_S = 0.5  # between looks at whether the watcher is still there
 
 
@@ -149,11 +152,12 @@ class StoreService(pb_grpc.StoreServiceServicer):
 
 
 class AdminService(admin_grpc.AdminServiceServicer):
-    def __init__(self, store: Store, broker: Broker, config: Config, pid: int) -> None:
+    def __init__(self, store: Store, broker: Broker, config: Config, pid: int, disk_cost: str) -> None:
         self._store = store
         self._broker = broker
         self._config = config
         self._pid = pid
+        self._disk_cost = disk_cost
 
     def GetStatus(self, request: admin_pb.GetStatusRequest, context: Call) -> admin_pb.GetStatusResponse:
         counters = self._store.operation.counters()
@@ -163,6 +167,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
             uptime_s=self._store.state.uptime_s,
             data_dir=str(self._config.data_dir),
             window_kind=self._store.state.plane.window_kinds[0],
+            tier_policy=self._config.tier_policy,
             windows_refused=[f"{kind}: {reason}" for kind, reason in self._store.state.plane.windows_refused],
             workers=counters["workers"],
             sessions=counters["sessions"],
@@ -172,6 +177,11 @@ class AdminService(admin_grpc.AdminServiceServicer):
             dram_bytes=self._config.dram_bytes,
             counters=counters,
             pid=self._pid,
+            disk_cost=self._disk_cost,
+            times={
+                name: admin_pb.Times(bounds_us=bounds_us, counts=counts, sum_us=sum_us)
+                for name, (bounds_us, counts, sum_us) in self._store.state.plane.histograms().items()
+            },
         )
 
     def GetConfig(self, request: admin_pb.GetConfigRequest, context: Call) -> admin_pb.GetConfigResponse:
@@ -283,14 +293,39 @@ class AdminService(admin_grpc.AdminServiceServicer):
     ) -> Iterator[admin_pb.WatchEventsResponse]:
         with self._store.state.events.watch(request.kinds) as watch:
             yield admin_pb.WatchEventsResponse(at_s=time.time(), kind="watch")  # from here on nothing is missed
-            while context.is_active():
+            while True:
+                context.require_active()
                 if (event := watch.take(WATCH_TURN_S)) is not None:
                     yield _event(event, watch.dropped)
+
+    def TraceAccesses(
+        self, request: admin_pb.TraceAccessesRequest, context: Call
+    ) -> Iterator[admin_pb.TraceAccessesResponse]:
+        with self._store.operation.accesses(request.seconds) as turns:
+            yield admin_pb.TraceAccessesResponse(fields=json.dumps(native.ACCESS_FIELDS))  # from here on all is heard
+            for records, dropped in turns:
+                context.require_active()
+                for first in range(0, len(records), TRACE_BYTES) or (0,):
+                    part = records[first : first + TRACE_BYTES]
+                    yield admin_pb.TraceAccessesResponse(accesses=part, dropped=dropped)
 
     def Explain(self, request: admin_pb.ExplainRequest, context: Call) -> admin_pb.ExplainResponse:
         found = self._store.explain.explain(request.subject)
         findings = [admin_pb.Finding(subject=item.subject, answer=item.answer, detail=item.detail) for item in found]
-        return admin_pb.ExplainResponse(findings=findings)
+        slots = [
+            admin_pb.SlotWaits(
+                worker_id=item.worker,
+                slot=item.slot,
+                session_id=item.session_id,
+                ops=[admin_pb.OpWaits(op=name, **figures) for name, figures in item.ops.items() if figures["runs"]],
+                lanes=[
+                    admin_pb.LaneStalls(layer=layer, lane=lane, stalls=count, stalled_ns=all_ns, slowest_ns=slowest_ns)
+                    for layer, lane, count, all_ns, slowest_ns in item.lanes
+                ],
+            )
+            for item in self._store.explain.slots(request.subject)
+        ]
+        return admin_pb.ExplainResponse(findings=findings, slots=slots)
 
 
 def _reserved(item: ReservedPack) -> pb.ReservedPack:
@@ -357,6 +392,7 @@ def _pack(item: DescribedPack) -> admin_pb.PackSummary:
         pinned=item.pinned,
         damaged=item.damaged,
         last_used_s=item.last_used_s,
+        record_order=RECORD_ORDERS[row.record_order],
     )
 
 
@@ -368,6 +404,7 @@ def _quota(item: TenantUse) -> admin_pb.Quota:
         reserved_bytes=item.room.promised_bytes if item.room else 0,
         dram_bytes=item.dram.limit_bytes,
         dram_used_bytes=item.dram.used_bytes,
+        moved_bytes=item.dram.moved_bytes,
     )
 
 

@@ -20,7 +20,7 @@ class SocketPath:
         self._path = path
         self._lock_path = path.with_name(f"{path.name}.lock")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directories.require_own(path.parent)
+        directories.require_own(path.parent, sticky=True)
         self._lock = self._hold()
         try:
             _clear(path)

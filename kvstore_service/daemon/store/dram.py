@@ -10,10 +10,11 @@ from kvstore_service.shared.types import StoreError, tenant_of, uid_of
 
 @dataclass(frozen=True)
 class DramUse:
-    """Bytes of frames; `limit_bytes` 0: no quota."""
+    """Bytes of frames; `limit_bytes` 0: no quota. `moved_bytes`: to the tenant's workers since the start."""
 
     limit_bytes: int = 0
     used_bytes: int = 0
+    moved_bytes: int = 0
 
 
 class Dram:
@@ -48,6 +49,9 @@ class Dram:
         """Of every tenant that holds frames or is bounded."""
         frame_bytes = self._plane.stats()["frame_bytes"]
         held = {tenant_of(uid): frames * frame_bytes for uid, frames in self._plane.owners().items()}
+        moved = {tenant_of(uid): bytes_ for uid, bytes_ in self._plane.moved().items()}
         with self._lock:
-            tenants = {*held, *self._quotas}
-            return {tenant: DramUse(self._quotas.get(tenant, 0), held.get(tenant, 0)) for tenant in sorted(tenants)}
+            return {
+                tenant: DramUse(self._quotas.get(tenant, 0), held.get(tenant, 0), moved.get(tenant, 0))
+                for tenant in sorted({*held, *self._quotas})
+            }

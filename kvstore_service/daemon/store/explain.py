@@ -1,13 +1,15 @@
 """Explain: why a prompt or a pack is found or not, and what a session's worker waits for."""
 
+import re
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore_service.daemon import native
 from kvstore_service.daemon.store.lookups import Lookup
 from kvstore_service.daemon.store.operation import beginning
-from kvstore_service.daemon.store.registry import Session
+from kvstore_service.daemon.store.registry import Binding, Session, Worker
 from kvstore_service.daemon.store.state import State
 from kvstore_service.daemon.store.uploads import pack_id
 from kvstore_service.shared.types import NO_PARENT, PACK_ID_BYTES, StoreError
@@ -15,6 +17,7 @@ from kvstore_service.shared.types import NO_PARENT, PACK_ID_BYTES, StoreError
 BEGINNING_DIGITS = 6
 FINDINGS_MAX = 32
 LOOKUPS_SHOWN = 8
+SLOT = re.compile(r"(?:(\d{1,19})/)?(\d{1,5})")  # fewer digits than an id's beginning
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,17 @@ class Finding:
     detail: str
 
 
+@dataclass(frozen=True)
+class SlotWaits:
+    """Where the time of a slot's runs went; `ops` and `lanes` as DataPlane.waits has them."""
+
+    worker: int
+    slot: int
+    session_id: str
+    ops: dict[str, dict[str, int]]
+    lanes: list[tuple[int, int, int, int, int]]
+
+
 class Explain:
     """Answers from what is stored and what is remembered; changes nothing."""
 
@@ -33,13 +47,15 @@ class Explain:
         self._state = state
 
     def explain(self, subject: str) -> list[Finding]:
-        """A session's id, the beginning of a pack's id or of a prompt's digest in hex;
+        """A session's id, a slot, the beginning of a pack's id or of a prompt's digest in hex;
         "": the latest lookups. NOT_FOUND."""
         if not subject:
             return [self._prompt(item) for item in self._state.lookups.latest()[:LOOKUPS_SHOWN]]
         for session in self._state.registry.all():
             if session.session_id == subject:
                 return self._session(session)
+        if SLOT.fullmatch(subject):
+            return self._slots(subject)
         text = subject.lower()
         if len(text) < BEGINNING_DIGITS or set(text) - set("0123456789abcdef"):
             raise StoreError(
@@ -56,6 +72,43 @@ class Explain:
         if not findings:
             raise StoreError("NOT_FOUND", f"nothing that is stored or remembered begins with {subject!r}")
         return findings
+
+    def slots(self, subject: str) -> list[SlotWaits]:
+        """Of a slot, on every worker unless one is named, or of a session's slots; none of other subjects."""
+        found = []
+        for worker, slot, binding in self._bound(subject)[:FINDINGS_MAX]:
+            try:
+                with native.errors():
+                    ops, lanes = self._state.plane.waits(worker.native_id or 0, slot)
+            except StoreError as error:
+                if error.code not in ("FAILED_PRECONDITION", "NOT_FOUND"):  # unbound, or its worker gone, just now
+                    raise
+                continue
+            found.append(SlotWaits(worker.native_id or 0, slot, binding.session.session_id, ops, lanes))
+        return found
+
+    def _bound(self, subject: str) -> list[tuple[Worker, int, Binding]]:
+        match = SLOT.fullmatch(subject)
+        return [
+            (worker, slot, binding)
+            for worker in self._state.registry.workers()
+            for slot, binding in sorted(worker.bound.copy().items(), key=lambda item: item[0])
+            if binding.session.session_id == subject
+            or (match and slot == int(match[2]) and match[1] in (None, str(worker.native_id)))
+        ]
+
+    def _slots(self, subject: str) -> list[Finding]:
+        found = [
+            Finding(
+                f"slot {worker.native_id}/{slot}", "bound",
+                f"to session {binding.session.session_id} of {worker.name}, {worker.tenant}: "
+                f"{len(binding.packs)} packs",
+            )
+            for worker, slot, binding in self._bound(subject)[:FINDINGS_MAX]
+        ]  # fmt: skip
+        if not found:
+            raise StoreError("NOT_FOUND", f"slot {subject} is not bound; kvctl sessions shows those that are")
+        return found
 
     def _prompt(self, item: Lookup) -> Finding:
         answer = "found" if item.found_tokens == item.asked_tokens else "partly" if item.found_tokens else "missing"

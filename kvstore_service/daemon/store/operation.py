@@ -4,9 +4,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from kvstore_service.daemon import native
 from kvstore_service.daemon.disk.rows import ListedPack, PackFilter, Quota
 from kvstore_service.daemon.disk.uses import FOREVER_S
 from kvstore_service.daemon.store import audit
@@ -20,6 +21,8 @@ from kvstore_service.shared.types import PACK_ID_BYTES, PackRow, StoreError, uid
 
 AUDIT_LOOKS = 4
 AUDIT_PAUSE_S = 0.05
+TRACE_S_MAX = 3600.0
+TRACE_TURN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,27 @@ class Operation:
         if not 0 <= ttl_s < math.inf:
             raise StoreError("INVALID_ARGUMENT", f"ttl_s {ttl_s}: seconds, or 0 for ever")
         self._state.catalog.uses.pin(pack_ids, pinned, time.time() + ttl_s if ttl_s else FOREVER_S)
+
+    @contextmanager
+    def accesses(self, seconds: float) -> Iterator[Iterator[tuple[bytes, int]]]:
+        """(records of native.ACCESS_FIELDS, how many are dropped so far) turn by turn, of what runs want from now on.
+        INVALID_ARGUMENT; FAILED_PRECONDITION if another one listens."""
+        if not 0 < seconds <= TRACE_S_MAX:
+            raise StoreError("INVALID_ARGUMENT", f"seconds {seconds}: above 0, at most {TRACE_S_MAX:g}")
+        plane = self._state.plane
+        with native.errors():
+            plane.trace_accesses(math.ceil(seconds))
+        try:
+            yield self._access_turns(time.monotonic() + seconds)
+        finally:
+            plane.end_accesses()
+
+    def _access_turns(self, end_s: float) -> Iterator[tuple[bytes, int]]:
+        while (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, TRACE_TURN_S))
+            with native.errors():
+                drained = self._state.plane.drain_accesses()
+            yield drained
 
     def to_evict(self, pack_ids: Sequence[bytes], descendants: bool, require_active: Callable[[], None]) -> list[bytes]:
         """The packs named, once each, and with `descendants` those that continue them; packs come before those that

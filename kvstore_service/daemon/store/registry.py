@@ -16,7 +16,7 @@ CLOSED_MAX = 1024
 STEP_S = 2.0  # that a step of an eviction may take; most take milliseconds
 RINGS_MAX = 512  # over all workers, two for each of them: whoever looks at one ring has looked at all others before
 SESSION_PACKS_MAX = 1 << 21  # over all sessions, counted in each: 8 B apiece; 2**29 tokens in packs of 256
-WINDOW_BYTES, BOUND_PACK_BYTES = 16, 32  # of a binding
+WINDOW_BYTES, BOUND_PACK_BYTES = 32, 32  # of a binding; a window with what is counted of its lane
 NO_WORKERS = {"user_workers": 0, "user_worker_bytes": 0, "user_sessions": 0}
 
 

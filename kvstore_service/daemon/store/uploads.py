@@ -27,6 +27,7 @@ from kvstore_service.shared.types import (
     HASH_BLOCK_TOKENS,
     NO_PARENT,
     PACK_ID_BYTES,
+    RECORD_ORDERS,
     CommittedPack,
     PackRef,
     PackReservation,
@@ -285,7 +286,7 @@ class Uploads:
             spec = native.pack_spec(name, build, parent_id, session.layout, item.tokens, self._extent_blocks)
             rows[name] = PackRow(
                 PackRef(name, build, item.first_token, item.tokens), parent_id, session.layout,
-                session.worker.tenant, spec.file_bytes,
+                session.worker.tenant, spec.file_bytes, record_order=item.record_order,
             )  # fmt: skip
             parent_id = name
         if len(rows) != len(reservations):
@@ -341,7 +342,9 @@ class Uploads:
 
     def _create(self, session: Session, row: PackRow) -> Upload:
         worker, ref = session.worker, row.ref
-        spec = native.pack_spec(ref.pack_id, ref.build, row.parent, row.layout, ref.tokens, self._extent_blocks)
+        spec = native.pack_spec(
+            ref.pack_id, ref.build, row.parent, row.layout, ref.tokens, self._extent_blocks, row.record_order
+        )
         assert worker.native_id is not None
         with native.errors():
             upload_id = self._plane.create_upload(str(self._path(row)), spec)
@@ -442,6 +445,8 @@ def _check(item: PackReservation, pack_tokens: int) -> None:
             "INVALID_ARGUMENT",
             f"tokens {item.tokens}: a pack has a multiple of {HASH_BLOCK_TOKENS}, at most {pack_tokens}",
         )
+    if not 0 <= item.record_order < len(RECORD_ORDERS):
+        raise StoreError("INVALID_ARGUMENT", f"record_order {item.record_order}: 0..{len(RECORD_ORDERS) - 1}")
     if len(item.token_digest) != DIGEST_BYTES or len(item.parent) not in (0, PACK_ID_BYTES):
         raise StoreError("INVALID_ARGUMENT", f"token_digest has {DIGEST_BYTES} bytes, parent none or {PACK_ID_BYTES}")
 

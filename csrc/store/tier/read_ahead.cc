@@ -1,4 +1,4 @@
-#include "store/read_ahead.h"
+#include "store/tier/read_ahead.h"
 
 #include <algorithm>
 #include <new>
@@ -34,7 +34,7 @@ bool ReadAhead::pump() {
     uint32_t extent = job.extents[job.next++];
     ExtentUse use{job.pack.get(), extent, kNoFrame, 0, 0, job.pack->extent_mask(extent), 0, false};
     Frames::Ahead result = frames_.acquire_ahead(use, kWeight);
-    if (result == Frames::Ahead::kRead) in_flight_ += path_.read(use, nullptr);
+    if (result == Frames::Ahead::kRead) in_flight_ += path_.read_ahead(use);
     bool rest_is_colder = result == Frames::Ahead::kFull;  // than everything held
     if (rest_is_colder || job.next == job.extents.size()) pop(next->second);
     if (next->second.jobs.empty()) hints_.erase(next);

@@ -39,7 +39,7 @@ class ReadAhead {
   static constexpr uint64_t kBytesMax = 4 << 20;  // per owner
   static constexpr size_t kJobsMax = 4096;        // per owner: all of them are forgotten at once
   static constexpr uint32_t kAtOnce = 8;
-  static constexpr uint8_t kWeight = 3;  // passes of the clock's hand that an unused extent survives
+  static constexpr uint8_t kWeight = 3;  // turns of the tier's order that an unused extent survives
 
   struct Hints {
     std::deque<AheadJob> jobs;

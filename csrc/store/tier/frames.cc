@@ -1,4 +1,4 @@
-#include "store/frames.h"
+#include "store/tier/frames.h"
 
 #include <sys/mman.h>
 
@@ -14,14 +14,15 @@ namespace headgate {
 namespace {
 
 constexpr uint64_t kHugePage = 2 << 20;
-constexpr int kBlocksReadSingly = 3;  // with more blocks wanted, the whole extent costs the disk no more
-
-constexpr size_t kLookAhead = 8;  // extents whose state is fetched before it is looked at
+constexpr size_t kLookAhead = 8;      // extents whose state is fetched before it is looked at
+constexpr uint32_t kUsesAtOnce = 64;  // that the policy hears of together
 
 // While an owner shrinks, or a pack is dropped, the mutex is held for some 20 us at a time.
 constexpr uint32_t kShrinkAtOnce = 256;
 constexpr size_t kDropLooks = 8192;  // extents, most of them without a frame
 constexpr uint64_t kShrinkLooks = 16;
+
+constexpr uint32_t kVictimsAtOnce = 8;  // that may be held before they go
 
 constexpr uint32_t kCommonFramesMin = 8;  // that no arena takes, so that several runs at once find some
 constexpr uint32_t kArenaFramesMin = 8;
@@ -54,14 +55,15 @@ uint32_t pieces(uint32_t blocks) { return uint32_t(std::popcount(blocks & ~(bloc
 
 }  // namespace
 
-Frames::Frames(uint64_t dram_bytes, uint64_t arena_bytes, uint32_t extent_blocks, Counters& counters)
+Frames::Frames(uint64_t dram_bytes, uint64_t arena_bytes, uint32_t extent_blocks, const std::string& policy,
+               Counters& counters)
     : extent_blocks_(extent_blocks),
       count_(frames_in(dram_bytes, extent_blocks)),
       arena_frames_(arena_frames_in(arena_bytes, extent_blocks)),
       arenas_end_(arena_frames_ < arena_unit(extent_blocks) ? count_ : count_ - count_ % arena_unit(extent_blocks)),
       counters_(counters),
       meta_(count_),
-      policy_(count_) {
+      policy_(make_policy(policy, count_)) {
   uint64_t bytes = uint64_t{count_} * frame_bytes();
   mapped_bytes_ = bytes + kHugePage;
   void* at = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -110,20 +112,23 @@ FrameAccount& Frames::account(uint32_t owner) {
 
 void Frames::set_limit(FrameAccount& account, uint32_t frames) {
   std::lock_guard lock(mutex_);
-  account.limit.store(frames, std::memory_order_relaxed);
+  account.limit.store(frames);
   releases_.fetch_add(1, std::memory_order_release);
 }
 
 bool Frames::shrink(FrameAccount& account) {
   std::lock_guard lock(mutex_);
-  auto unpinned = [this](uint32_t frame) { return meta_[frame].pins == 0; };
+  auto evictable = [this](uint32_t frame) { return at_rest(frame); };
   for (uint32_t gone = 0; gone < kShrinkAtOnce; ++gone) {
     bool above = account.used > account.limit.load(std::memory_order_relaxed);
-    if (!above || account.pinned.load(std::memory_order_relaxed) == account.used) {
+    std::optional<uint32_t> victim;
+    if (above && account.pinned.load(std::memory_order_relaxed) < account.used)
+      victim = policy_->victim(account.frames, evictable, kShrinkLooks);
+    if (!victim) {
       releases_.fetch_add(1, std::memory_order_release);
       return true;
     }
-    give_up(*policy_.victim(account.used, [&] { return advance(account); }, unpinned, kShrinkLooks));
+    give_up(*victim);
   }
   return false;
 }
@@ -136,10 +141,65 @@ std::map<uint32_t, uint32_t> Frames::used_by_owner() const {
   return used;
 }
 
+std::map<uint32_t, uint64_t> Frames::moved_by_owner() const {
+  std::lock_guard lock(mutex_);
+  std::map<uint32_t, uint64_t> moved;
+  for (const auto& [number, account] : accounts_)
+    if (const uint64_t bytes = account.moved_bytes.load(std::memory_order_relaxed); bytes > 0) moved[number] = bytes;
+  return moved;
+}
+
+// The hold comes first: from then on the frame keeps what it has. If that is still the extent, it had been so.
+bool Frames::hold(ExtentUse& use) {
+  const auto frame_of = as_atomic(use.pack->frame_of_extent[use.extent]);
+  use.frame = frame_of.load(std::memory_order_acquire);
+  if (use.frame == kNoFrame) return false;
+  const auto held = as_atomic(meta_[use.frame].held);
+  const bool live = held.fetch_add(1) & kLive;
+  if (live && frame_of.load(std::memory_order_acquire) == use.frame) return true;
+  held.fetch_sub(1);
+  std::lock_guard lock(mutex_);  // what else the frame has may have stayed because of this hold
+  const PackFile* pack = meta_[use.frame].pack;
+  if (pack && at_rest(use.frame) && has_to_go(*pack, use.frame)) give_up(use.frame);
+  return false;
+}
+
+void Frames::let_go(std::span<const ExtentUse> uses) {
+  bool some_go = false;
+  for (const ExtentUse& use : uses) {
+    as_atomic(meta_[use.frame].held).fetch_sub(1);  // before the looks: one of both sides sees the other
+    some_go |= use.pack->closed.load() || use.pack->account.used.load() > use.pack->account.limit.load();
+  }
+  if (some_go || reserved_.load() > 0) {
+    std::lock_guard lock(mutex_);
+    for (const ExtentUse& use : uses)
+      if (use.pack->frame_of_extent[use.extent] == use.frame && at_rest(use.frame) && has_to_go(*use.pack, use.frame))
+        give_up(use.frame);
+  }
+  releases_.fetch_add(1, std::memory_order_release);
+}
+
+void Frames::keep(std::span<const ExtentUse> uses) {
+  std::lock_guard lock(mutex_);
+  for (const ExtentUse& use : uses)
+    if (use.kept) pin(use.frame, 1);
+}
+
+void Frames::tell(std::vector<uint32_t>& used) {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock && used.size() < kUsesKept) return;
+  if (!lock) lock.lock();
+  std::erase_if(used, [this](uint32_t frame) { return meta_[frame].pack == nullptr; });
+  policy_->use(used);
+  used.clear();
+}
+
 size_t Frames::acquire(std::span<ExtentUse> uses, size_t cold_max) {
   std::lock_guard lock(mutex_);
   size_t pinned = 0;
   uint64_t hits = 0;
+  uint32_t used[kUsesAtOnce];
+  uint32_t used_count = 0;
   for (ExtentUse& use : uses) {
     if (pinned + kLookAhead < uses.size()) prefetch(uses[pinned + kLookAhead]);
     use.frame = use.pack->frame_of_extent[use.extent];
@@ -152,10 +212,12 @@ size_t Frames::acquire(std::span<ExtentUse> uses, size_t cold_max) {
     look(use);
     if (!use.ready && !room) break;
     pin(use.frame, 1);
-    policy_.use(use.frame);
+    used[used_count++] = use.frame;
+    if (used_count == kUsesAtOnce) policy_->use({used, std::exchange(used_count, 0)});
     hits += use.ready;
     ++pinned;
   }
+  policy_->use({used, used_count});
   add(counters_.extent_hits, hits);
   add(counters_.extent_misses, pinned - hits);
   return pinned;
@@ -174,33 +236,64 @@ Frames::Ahead Frames::acquire_ahead(ExtentUse& use, uint8_t weight) {
     if (use.frame == kNoFrame) return Ahead::kFull;
     admit(use.frame, use, weight);
   }
-  policy_.weigh(use.frame, weight);
-  claim(use);
+  policy_->weigh(use.frame, weight);
+  use.to_read = 0;
+  claim(use, use.wanted);
   if (use.to_read == 0) return Ahead::kResident;
   pin(use.frame, pieces(use.to_read));
   return Ahead::kRead;
 }
 
-void Frames::refresh(std::span<ExtentUse> uses) {
+Frames::Missing Frames::refresh(std::span<ExtentUse> uses) {
   std::lock_guard lock(mutex_);
-  for (ExtentUse& use : uses)
-    if (!use.ready) look(use);
+  Missing missing = Missing::kNothing;
+  for (ExtentUse& use : uses) {
+    if (use.ready) continue;
+    look(use);
+    if (use.ready) continue;
+    const Meta& m = meta_[use.frame];
+    missing = std::max(missing, use.wanted & ~(m.valid | m.loading) ? Missing::kUnclaimed : Missing::kBeingRead);
+  }
+  return missing;
 }
 
 void Frames::look(ExtentUse& use) const { use.ready = (use.wanted & ~meta_[use.frame].valid) == 0; }
 
-void Frames::claim(std::span<ExtentUse> uses) {
+void Frames::claim(std::span<ExtentUse> uses, uint32_t through) {
   std::lock_guard lock(mutex_);
-  for (ExtentUse& use : uses) claim(use);
+  ExtentUse* before = nullptr;  // the last that has anything to read
+  uint64_t next = 0;            // the block of its file behind that
+  for (ExtentUse& use : uses) {
+    use.to_read = 0;
+    look(use);
+    claim(use, use.wanted);
+    const uint64_t begin = uint64_t{use.extent} * extent_blocks_;
+    for (uint32_t left = use.to_read; left != 0; left &= left - 1) {
+      const uint64_t block = begin + uint32_t(std::countr_zero(left));
+      if (before && before->pack == use.pack && block > next && block - next <= through) {
+        claim(*before, blocks_within(*before, next, block));
+        claim(use, blocks_within(use, next, block));
+      }
+      before = &use;
+      next = block + 1;
+    }
+  }
 }
 
-void Frames::claim(ExtentUse& use) {
+// Those of them that are neither valid nor being read.
+void Frames::claim(ExtentUse& use, uint32_t blocks) {
   Meta& m = meta_[use.frame];
-  look(use);
-  use.to_read = use.wanted & ~(m.valid | m.loading);
-  if (std::popcount(use.to_read) > kBlocksReadSingly)
-    use.to_read = use.pack->extent_mask(use.extent) & ~(m.valid | m.loading);
-  m.loading |= use.to_read;
+  const uint16_t claimed = uint16_t(blocks & ~(m.valid | m.loading));
+  use.to_read |= claimed;
+  m.loading |= claimed;
+}
+
+// Blocks [first, end) of the file, as far as they lie in the extent.
+uint32_t Frames::blocks_within(const ExtentUse& use, uint64_t first, uint64_t end) const {
+  const uint64_t begin = uint64_t{use.extent} * extent_blocks_;
+  const uint64_t from = std::clamp(first, begin, begin + extent_blocks_) - begin;
+  const uint64_t to = std::clamp(end, begin, begin + extent_blocks_) - begin;
+  return (1u << to) - (1u << from);
 }
 
 void Frames::release(std::span<const ExtentUse> uses) {
@@ -221,7 +314,8 @@ void Frames::landed(std::span<const Landing> landings) {
   for (const Landing& l : landings) {
     meta_[l.frame].loading &= uint16_t(~(l.good | l.bad));
     blocks_landed_ += std::popcount(uint16_t(l.good & ~meta_[l.frame].valid));
-    meta_[l.frame].valid |= l.good;
+    const auto valid = as_atomic(meta_[l.frame].valid);
+    valid.store(uint16_t(valid.load(std::memory_order_relaxed) | l.good), std::memory_order_release);
     unpin(l.frame, l.ahead);
   }
   releases_.fetch_add(1, std::memory_order_release);  // a read ahead holds its frame no longer
@@ -236,11 +330,10 @@ Frames::Left Frames::drop(PackFile& pack, size_t& next) {
   for (uint32_t gone = 0; pack.frames > 0 && next < end && gone < kShrinkAtOnce; ++next) {
     const uint32_t frame = pack.frame_of_extent[next];
     if (frame == kNoFrame) continue;
-    if (meta_[frame].pins > 0) {
-      reading |= meta_[frame].loading != 0;
-    } else {
-      give_up(frame);
+    if (meta_[frame].pins == 0 && give_up(frame)) {
       ++gone;
+    } else {
+      reading |= meta_[frame].loading != 0;
     }
   }
   return {pack.frames > 0, reading};
@@ -275,11 +368,14 @@ uint32_t Frames::take_frame(FrameAccount& owner, bool ahead) {
   const uint32_t limit = owner.limit.load(std::memory_order_relaxed);
   if (owner.used > limit) return kNoFrame;
   if (uint32_t frame = owner.used < limit ? free_frame(owner) : kNoFrame; frame != kNoFrame) return frame;
-  auto victim = cold_frame(owner, ahead);
-  if (!victim) return kNoFrame;
-  evict(*victim);
-  add(counters_.evictions);
-  return *victim;
+  for (uint32_t tries = 0; tries < kVictimsAtOnce; ++tries) {
+    const auto victim = cold_frame(owner, ahead);
+    if (!victim) break;
+    if (!evict(*victim)) continue;
+    add(counters_.evictions);
+    return *victim;
+  }
+  return kNoFrame;
 }
 
 uint32_t Frames::free_frame(const FrameAccount& owner) {
@@ -312,25 +408,20 @@ std::optional<uint32_t> Frames::cold_frame(FrameAccount& owner, bool ahead) {
   // A sweep could only find that out again, and starved runs ask often.
   if (own ? owner.pinned.load(std::memory_order_relaxed) == owner.used : this->unpinned(owner) == 0)
     return std::nullopt;
-  auto unpinned = [&](uint32_t frame) { return meta_[frame].pins == 0 && open_to(owner, frame); };
-  auto next = [&] { return own ? advance(owner) : advance_common(); };
-  const uint32_t frames = own ? owner.used : common_.load(std::memory_order_relaxed);
-  return ahead ? policy_.coldest(frames, next, unpinned) : policy_.victim(frames, next, unpinned);
+  auto evictable = [&](uint32_t frame) { return at_rest(frame) && open_to(owner, frame); };
+  Domain& domain = own ? owner.frames : everybody_;
+  return ahead ? policy_->coldest(domain, evictable) : policy_->victim(domain, evictable);
 }
 
-// Over arenas it jumps: they may be most of the tier.
-uint32_t Frames::advance_common() {
-  const uint32_t frame = common_hand_++;
-  while (common_hand_ < count_ && reserved_ > 0 && part_of(common_hand_).owner)
-    common_hand_ = arenas_end_ - (arenas_end_ - 1 - common_hand_) / arena_frames_ * arena_frames_;
-  if (common_hand_ == count_) common_hand_ = 0;
-  return frame;
+bool Frames::at_rest(uint32_t frame) const {
+  const Meta& m = meta_[frame];
+  return m.pins == 0 && as_atomic(m.held).load(std::memory_order_relaxed) == kLive;
 }
 
-uint32_t Frames::advance(FrameAccount& owner) {
-  uint32_t frame = owner.hand;
-  owner.hand = meta_[frame].after;
-  return frame;
+// Once nobody has it pinned or held.
+bool Frames::has_to_go(const PackFile& pack, uint32_t frame) const {
+  const FrameAccount& owner = pack.account;
+  return pack.closed || owner.used > owner.limit.load(std::memory_order_relaxed) || !open_to(owner, frame);
 }
 
 void Frames::pin(uint32_t frame, uint32_t count) {
@@ -349,8 +440,7 @@ void Frames::unpin(uint32_t frame, uint32_t count) {
   FrameAccount& owner = m.pack->account;
   count_pinned(owner, -1);
   owner.pinned.fetch_sub(1, std::memory_order_relaxed);
-  if (m.pack->closed || owner.used > owner.limit.load(std::memory_order_relaxed) || !open_to(owner, frame))
-    give_up(frame);
+  if (has_to_go(*m.pack, frame)) give_up(frame);
 }
 
 void Frames::count_pinned(const FrameAccount& owner, int frames) {
@@ -359,26 +449,34 @@ void Frames::count_pinned(const FrameAccount& owner, int frames) {
 }
 
 void Frames::admit(uint32_t frame, const ExtentUse& use, uint8_t weight) {
-  meta_[frame] = {.pack = use.pack, .extent = use.extent};
-  use.pack->frame_of_extent[use.extent] = frame;
-  ++use.pack->frames;
-  link(use.pack->account, frame);
-  policy_.admit(frame, weight);
-}
-
-void Frames::evict(uint32_t frame) {
   Meta& m = meta_[frame];
-  blocks_evicted_ += std::popcount(m.valid);
-  m.pack->frame_of_extent[m.extent] = kNoFrame;
-  --m.pack->frames;
-  leave(m.pack->account, frame);
-  m = {};
-  policy_.remove(frame);
+  m.pack = use.pack, m.extent = use.extent;
+  as_atomic(use.pack->frame_of_extent[use.extent]).store(frame, std::memory_order_release);
+  as_atomic(m.held).fetch_or(kLive);
+  ++use.pack->frames;
+  FrameAccount& owner = use.pack->account;
+  ++owner.used;
+  policy_->admit(frame, use.pack->key(use.extent), weight, owner.frames, owner.part ? nullptr : &everybody_);
 }
 
-void Frames::give_up(uint32_t frame) {
-  evict(frame);
+bool Frames::evict(uint32_t frame) {
+  Meta& m = meta_[frame];
+  uint32_t unheld = kLive;
+  if (!as_atomic(m.held).compare_exchange_strong(unheld, 0)) return false;
+  blocks_evicted_ += std::popcount(m.valid);
+  as_atomic(m.pack->frame_of_extent[m.extent]).store(kNoFrame, std::memory_order_release);
+  --m.pack->frames;
+  --m.pack->account.used;
+  m.pack = nullptr, m.extent = 0, m.loading = 0;
+  as_atomic(m.valid).store(0, std::memory_order_relaxed);
+  policy_->remove(frame);
+  return true;
+}
+
+bool Frames::give_up(uint32_t frame) {
+  if (!evict(frame)) return false;
   part_of(frame).free.push_back(frame);
+  return true;
 }
 
 // --- arenas ---
@@ -401,11 +499,10 @@ uint32_t Frames::vacate(uint32_t& next, uint32_t end) {
   for (uint32_t gone = 0; next < end && gone < kShrinkAtOnce; ++next) {
     const Meta& m = meta_[next];
     if (m.pack == nullptr || open_to(m.pack->account, next)) continue;
-    if (m.pins > 0) {
-      ++pinned;
-    } else {
-      give_up(next);
+    if (m.pins == 0 && give_up(next)) {
       ++gone;
+    } else {
+      ++pinned;
     }
   }
   return pinned;
@@ -431,24 +528,6 @@ void Frames::unreserve(uint32_t arena) {
   --reserved_;
   common_.fetch_add(arena_frames_, std::memory_order_relaxed);
   releases_.fetch_add(1, std::memory_order_release);
-}
-
-// Behind the hand, so that it comes there last.
-void Frames::link(FrameAccount& owner, uint32_t frame) {
-  if (owner.used++ == 0) owner.hand = meta_[frame].before = frame;
-  Meta& m = meta_[frame];
-  m.after = owner.hand;
-  m.before = meta_[owner.hand].before;
-  meta_[m.before].after = frame;
-  meta_[m.after].before = frame;
-}
-
-void Frames::leave(FrameAccount& owner, uint32_t frame) {
-  const Meta& m = meta_[frame];
-  meta_[m.before].after = m.after;
-  meta_[m.after].before = m.before;
-  if (owner.hand == frame) owner.hand = m.after;
-  --owner.used;
 }
 
 }  // namespace headgate

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "store/tier/policy.h"
+
 namespace headgate {
 
 struct FramePart;
@@ -22,13 +24,14 @@ struct FrameAccount {
   }
 
   const uint32_t owner;
-  uint32_t used = 0;                      // frames that hold an extent of its packs; linked in a ring
-  uint32_t hand = 0;                      // where the clock goes on in the ring, while used > 0
-  std::atomic<uint32_t> pinned{0};        // frames of those
+  std::atomic<uint32_t> used{0};          // frames that hold an extent of its packs
+  Domain frames{Domain::kOwn};            // those
+  std::atomic<uint32_t> pinned{0};        // frames of those; held ones are not counted
   std::atomic<uint32_t> limit{kNoLimit};  // frames
   FramePart* part = nullptr;              // its arena: then its packs have frames there alone
   std::atomic<uint32_t> arena{0};         // frames of that; 0: it has none
   std::atomic<uint32_t> pulled{0};        // pins that wait for its workers to have read
+  std::atomic<uint64_t> moved_bytes{0};   // into its workers' windows, or that they were told to read
   std::atomic<uint32_t> held[2] = {};     // by the owner's runs while they wait, of all threads; by decode, by bulk
 };
 

@@ -4,15 +4,19 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
+#include "ring/word.h"
 #include "store/counters.h"
-#include "store/eviction.h"
 #include "store/mapping.h"
 #include "store/pack_file.h"
+#include "store/tier/access_trace.h"
+#include "store/tier/policy.h"
 
 namespace headgate {
 
@@ -47,14 +51,18 @@ struct FramePart {
 // blocks that are valid do not change, blocks that are loading belong to whoever reads them. Blocks are claimed as
 // loading only when their read is submitted, so that nobody waits for a read that itself waits in a queue.
 //
+// A frame is held, without the mutex, for as long as some of its records are copied. Like a pin that keeps it, but
+// nobody counts it: held frames are there again before anybody has waited for them.
+//
 // A frame belongs to the owner of its pack. An owner at its limit takes the place of its own frames only; above it,
 // once the limit was lowered, it takes none, and a frame goes when its last pin does. An owner with an arena takes
 // frames there and nowhere else, and nobody else does; what lies where it may not goes when its last pin does.
 class Frames {
  public:
   // Never more than `dram_bytes` of memory. INVALID_ARGUMENT if not even one frame fits. arena_bytes: of an arena, as
-  // many of which can be had as leave some frames for everybody else; 0: none.
-  Frames(uint64_t dram_bytes, uint64_t arena_bytes, uint32_t extent_blocks, Counters& counters);
+  // many of which can be had as leave some frames for everybody else; 0: none. policy: one of policy_names().
+  Frames(uint64_t dram_bytes, uint64_t arena_bytes, uint32_t extent_blocks, const std::string& policy,
+         Counters& counters);
   ~Frames();
   Frames(const Frames&) = delete;
   Frames& operator=(const Frames&) = delete;
@@ -72,6 +80,9 @@ class Frames {
   uint32_t frame_bytes() const { return extent_blocks_ * kBlockBytes; }
   uint8_t* address(uint32_t frame) const { return memory_ + uint64_t{frame} * frame_bytes(); }
 
+  // For whoever uses frames to tell, and for whoever listens.
+  AccessTrace& accesses() { return accesses_; }
+
   // Lives as long as this does.
   FrameAccount& account(uint32_t owner);
   // From now on the account takes no frame beyond so many; shrink() gives up those that it has. kNoLimit: no bound.
@@ -80,17 +91,30 @@ class Frames {
   bool shrink(FrameAccount& account);
   // Of every owner that has some.
   std::map<uint32_t, uint32_t> used_by_owner() const;
+  std::map<uint32_t, uint64_t> moved_by_owner() const;  // bytes, since the start
 
+  // Sets use.frame and holds it, until let_go; false if the extent has no frame. The caller's binding keeps the pack.
+  bool hold(ExtentUse& use);
+  // Blocks of a held frame that are valid.
+  uint16_t valid(uint32_t frame) const { return as_atomic(meta_[frame].valid).load(std::memory_order_acquire); }
+  void let_go(std::span<const ExtentUse> held);
+  // Pins those held ones that are kept; before they are let go.
+  void keep(std::span<const ExtentUse> held);
+  // Tells the policy of uses that were held, soon: if others have the mutex just now, with the next ones.
+  static constexpr size_t kUsesKept = 1024;
+  void tell(std::vector<uint32_t>& used);
   // Pins the longest prefix of `uses` for which there are frames and in which at most `cold_max` are not ready;
   // returns its length.
   size_t acquire(std::span<ExtentUse> uses, size_t cold_max);
-  // Claims what pinned uses still miss and nobody reads: to_read.
-  void claim(std::span<ExtentUse> uses);
+  // Claims what pinned uses still miss and nobody reads: to_read. Where at most `through` blocks of the file lie
+  // between two of these, those of them that have their place in these frames are claimed too.
+  void claim(std::span<ExtentUse> uses, uint32_t through);
   // The same for one extent read ahead, into a free or cold frame; it is pinned once for each piece to read.
   enum class Ahead { kRead, kResident, kFull };
   Ahead acquire_ahead(ExtentUse& use, uint8_t weight);
-  // Looks again at pinned uses: a read of this thread or another may have landed or failed.
-  void refresh(std::span<ExtentUse> uses);
+  // Looks again at pinned uses: a read of this thread or another may have landed or failed. Returns what they miss.
+  enum class Missing { kNothing, kBeingRead, kUnclaimed };
+  Missing refresh(std::span<ExtentUse> uses);
   // Of those that are not kept.
   void release(std::span<const ExtentUse> uses);
   // The same for the pins of kept ones, by frame.
@@ -135,22 +159,23 @@ class Frames {
     PackFile* pack = nullptr;
     uint32_t extent = 0;
     uint32_t pins = 0;
-    uint32_t before = 0, after = 0;  // in its owner's ring
-    uint16_t valid = 0;
+    uint32_t held = 0;   // atomic: kLive while it has an extent, and how often it is held
+    uint16_t valid = 0;  // read without the mutex as well
     uint16_t loading = 0;
   };
+  static constexpr uint32_t kLive = 1u << 31;
 
   uint32_t take_frame(FrameAccount& owner, bool ahead);
   std::optional<uint32_t> cold_frame(FrameAccount& owner, bool ahead);
-  uint32_t advance(FrameAccount& owner);
-  uint32_t advance_common();
   void admit(uint32_t frame, const ExtentUse& use, uint8_t weight);
-  void evict(uint32_t frame);
-  void give_up(uint32_t frame);
-  void link(FrameAccount& owner, uint32_t frame);
-  void leave(FrameAccount& owner, uint32_t frame);
+  // False: it is held just now.
+  bool evict(uint32_t frame);
+  bool give_up(uint32_t frame);
+  bool at_rest(uint32_t frame) const;
+  bool has_to_go(const PackFile& pack, uint32_t frame) const;
   void look(ExtentUse& use) const;
-  void claim(ExtentUse& use);
+  void claim(ExtentUse& use, uint32_t blocks);
+  uint32_t blocks_within(const ExtentUse& use, uint64_t first, uint64_t end) const;
   void pin(uint32_t frame, uint32_t count);
   void unpin(uint32_t frame, uint32_t count);
   void prefetch(const ExtentUse& use) const;
@@ -167,21 +192,22 @@ class Frames {
   const uint32_t arena_frames_;
   const uint32_t arenas_end_;  // arena i ends i arenas before it
   Counters& counters_;
+  AccessTrace accesses_;
   uint8_t* mapped_ = nullptr;  // as mmap returned it
   uint64_t mapped_bytes_ = 0;
   uint8_t* memory_ = nullptr;  // aligned to a huge page
 
   mutable std::mutex mutex_;
   std::vector<Meta> meta_;
-  std::vector<FramePart> parts_;  // what is never an arena, then what may be
-  uint32_t reserved_ = 0;         // arenas
-  uint32_t common_hand_ = 0;      // where the clock goes on among frames of no arena
+  std::vector<FramePart> parts_;       // what is never an arena, then what may be
+  std::atomic<uint32_t> reserved_{0};  // arenas
   // Written under the mutex: frames with a pin, of all owners and of those without an arena; frames of no arena.
   std::atomic<uint32_t> pinned_{0}, common_pinned_{0}, common_{0};
   std::map<uint32_t, FrameAccount> accounts_;
   std::atomic<uint64_t> releases_{0}, landings_{0};
   uint64_t blocks_landed_ = 0, blocks_evicted_ = 0;
-  ClockPolicy policy_;
+  const std::unique_ptr<Policy> policy_;
+  Domain everybody_{Domain::kCommon};  // frames whose owners have no arena
 };
 
 }  // namespace headgate

@@ -1,0 +1,63 @@
+"""The benchmark of policies: its bounds hold, and its smallest run has all figures."""
+
+import random
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from bench import tiers
+from bench.placement import belady, best_static, next_uses
+from kvstore_service._native import TIER_POLICIES, replay
+from tests.test_bench import SMALL
+
+
+@pytest.fixture
+def keys() -> np.ndarray:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    return np.random.default_rng(seed).zipf(1.2, 3000).astype(np.uint64) % np.uint64(200)
+
+
+def test_no_policy_beats_belady(keys: np.ndarray) -> None:
+    for frames in (1, 7, 40):
+        most = belady(keys, frames).sum()
+        for policy in TIER_POLICIES:
+            assert replay(policy, frames, keys).sum() <= most
+
+
+def test_belady_is_what_trying_everything_finds() -> None:
+    keys = np.random.default_rng(random.randrange(1 << 32)).integers(0, 5, 9).astype(np.uint64)
+
+    def most(at: int, held: frozenset[int]) -> int:
+        if at == len(keys):
+            return 0
+        key = int(keys[at])
+        if key in held:
+            return 1 + most(at + 1, held)
+        kept = [frozenset(part) for part in combinations(held, 2)] if len(held) == 3 else [held]
+        return max(most(at + 1, part | {key}) for part in kept)
+
+    assert belady(keys, 3).sum() == most(0, frozenset())
+
+
+def test_the_best_static_placement_is_of_the_most_wanted(keys: np.ndarray) -> None:
+    _, counts = np.unique(keys, return_counts=True)
+    for frames in (1, 5, 1000):
+        assert best_static(keys, frames).sum() == np.sort(counts)[::-1][:frames].sum()
+    after = next_uses(np.array([3, 1, 3, 1, 1], np.uint64))
+    assert after[:2].tolist() == [2, 3]
+    assert after[3] == 4
+    assert (after[[2, 4]] >= 5).all()
+
+
+def test_every_policy_stands_beside_both_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = tiers.Settings(parts=(50, 25), shape=SMALL, tokens=2048, steps=6, budget=0.1)
+    figures = {figure.name: figure for figure in tiers.measure(settings, ["random"])}
+    for policy in TIER_POLICIES:
+        for part in ("50", "25"):
+            assert figures[f"hit_ratio.{policy}.random.{part}"].rival == "best static"
+        for bound in ("best_static", "belady"):
+            assert 0 <= (figures[f"hit_vs_{bound}.{policy}.random"].value or 0) <= 1.1
+    assert (figures["accesses.random"].value or 0) > 0
+    capsys.readouterr()

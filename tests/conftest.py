@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 SHARED_MEMORY = ("input", "demo", "crash/test_crash.py", "e2e/test_ray.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks for groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several test processes one runs all tests of a file; and one all tests that share what a machine has once."""
     for item in items:

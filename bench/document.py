@@ -22,7 +22,7 @@ from decode_worker.device import Host
 from decode_worker.engine.prefix import reservations
 from decode_worker.policy.plan import RUN_DTYPE, gather_runs
 from decode_worker.records import RecordFormat
-from decode_worker.transport import Transport, raise_for_status
+from decode_worker.transport import Posted, Transport, raise_for_status
 from decode_worker.work import Pieces, finish
 from kvstore_service.client import AdminClient, CommittedPack, KindSpec, Layout, PackRef, RingGeometry, StoreClient
 from kvstore_service.client.private import PrivateDaemon
@@ -57,6 +57,7 @@ class StoredDocument:
         self.records = RecordFormat(lanes, head_dim, "bfloat16")
         self._daemon = daemon
         self._ring = RingGeometry(tickets, lanes, places)
+        self._posted: list[Posted] = []
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -114,6 +115,8 @@ class StoredDocument:
         for item in reserved:
             if item.upload_id is not None:
                 finish(self._store(item.upload_id, item.pack.tokens))
+        for each in self._posted:
+            each.check()
         new = iter(self.client.commit_pack(session, uploads) if uploads else ())
         committed = [item.pack if item.upload_id is None else _pack(next(new)) for item in reserved]
         self.stored_s = time.perf_counter() - started
@@ -123,25 +126,25 @@ class StoredDocument:
         self._epoch = self.client.bind_slot(session, 0, committed, windows)
 
     def _store(self, upload: int, tokens: int) -> Pieces[None]:
-        keys, order = _random_keys(tokens, self.records.head_dim), packing.token_order(1, tokens)[0]
+        keys, values = _random_pair(tokens, self.lanes, self.records.head_dim)
+        order = packing.token_order(self.lanes, tokens)
 
         def fill(part: NDArray[np.uint8], offset: int) -> NDArray[np.void]:
             runs = np.zeros(self.lanes, RUN_DTYPE)
             runs["slot"], runs["lane"] = upload, range(self.lanes)
-            runs["arg"] = [offset + self.records.stage(part, lane, keys, -keys, order) for lane in range(self.lanes)]
+            runs["arg"] = offset + self.records.stage(part, keys, values, order)
             return runs
 
-        staging, part_bytes, posted = self.transport.staging, self.records.staged_bytes(tokens), []
+        staging, part_bytes = self.transport.staging, self.records.staged_bytes(tokens)
         for layer in range(self.layers):
             yield from staging.room(part_bytes)
-            posted.append(staging.store(layer, part_bytes, fill))
-        for each in posted:
-            each.check()
+            self._posted.append(staging.store(layer, part_bytes, fill))
 
 
 @cache
-def _random_keys(tokens: int, head_dim: int) -> torch.Tensor:
-    return torch.randn(tokens, head_dim, generator=torch.Generator().manual_seed(0))
+def _random_pair(tokens: int, lanes: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = torch.randn(tokens, lanes, head_dim, generator=torch.Generator().manual_seed(0))
+    return keys, -keys
 
 
 def scratch(parent: str | Path = "/var/tmp") -> tempfile.TemporaryDirectory[str]:

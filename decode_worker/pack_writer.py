@@ -154,9 +154,7 @@ class PackWriter:
             runs = np.zeros(len(order), dtype=RUN_DTYPE)
             runs["slot"] = draft.reserved.upload_id
             runs["lane"] = range(len(order))
-            for head, records in enumerate(order):
-                at = self._records.stage(part, head, keys[:, head], values[:, head], records)
-                runs["arg"][head] = offset + at
+            runs["arg"] = offset + self._records.stage(part, keys, values, order)
             return runs
 
         posted = self._transport.staging.store(layer, self._records.staged_bytes(len(keys)), fill)

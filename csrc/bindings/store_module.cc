@@ -273,18 +273,24 @@ class FairRounds {
 // A tier's policy by itself, with owners by number.
 class TierPolicy {
  public:
-  TierPolicy(const std::string& name, uint32_t frames) : policy_(make_policy(name, frames)), frames_(frames) {}
+  TierPolicy(const std::string& name, uint32_t frames) : policy_(make_policy(name, frames)), admitted_(frames) {}
 
   void admit(uint32_t frame, uint64_t key, uint8_t weight, uint32_t owner, bool alone) {
-    policy_->remove(check(frame));
+    if (frame >= admitted_.size())
+      throw invalid_argument("frame " + std::to_string(frame) + " of " + std::to_string(admitted_.size()));
+    if (admitted_[frame]) policy_->remove(frame);
     policy_->admit(frame, key, weight, domain(owner), alone ? nullptr : &common_);
+    admitted_[frame] = true;
   }
   void use(const std::vector<uint32_t>& frames) {
     for (uint32_t frame : frames) check(frame);
     policy_->use(frames);
   }
   void weigh(uint32_t frame, uint8_t weight) { policy_->weigh(check(frame), weight); }
-  void remove(uint32_t frame) { policy_->remove(check(frame)); }
+  void remove(uint32_t frame) {
+    policy_->remove(check(frame));
+    admitted_[frame] = false;
+  }
   // -1: of everybody's frames.
   nb::object victim(int64_t owner, const std::vector<uint32_t>& pinned, uint64_t looks) {
     return found(policy_->victim(domain(owner), except(pinned), looks));
@@ -295,7 +301,8 @@ class TierPolicy {
 
  private:
   uint32_t check(uint32_t frame) const {
-    if (frame >= frames_) throw invalid_argument("frame " + std::to_string(frame) + " of " + std::to_string(frames_));
+    if (frame >= admitted_.size() || !admitted_[frame])
+      throw invalid_argument("frame " + std::to_string(frame) + " has nothing; admit it first");
     return frame;
   }
   Domain& domain(int64_t owner) {
@@ -307,7 +314,7 @@ class TierPolicy {
   static nb::object found(std::optional<uint32_t> frame) { return frame ? nb::int_(*frame) : nb::object(nb::none()); }
 
   std::unique_ptr<Policy> policy_;
-  const uint32_t frames_;
+  std::vector<bool> admitted_;  // by frame
   Domain common_{Domain::kCommon};
   std::map<uint32_t, Domain> owners_;
 };

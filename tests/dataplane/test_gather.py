@@ -160,7 +160,7 @@ def test_counters_agree_with_the_kernel(directory, rng):
                 for lane in range(4):
                     assert rig.ask(OP_RANGE, layer, run(0, epoch, lane=lane, pair_count=1024))[0, 0] == OK
         kernel, ours = io_read_bytes() - kernel, rig.plane.stats()["nvme_read_bytes"] - ours
-        assert ours >= 16 << 20
+        assert ours >= 12 << 20  # four times what is wanted less what the tier holds
         assert abs(ours - kernel) <= 0.1 * kernel
 
 

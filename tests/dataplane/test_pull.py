@@ -142,6 +142,24 @@ def test_beyond_the_bound_on_pins_records_are_copied(rig, rng):
         rig.compare(pack, layer, records, places)
 
 
+def test_what_is_read_finds_its_place_behind_many_pinned_frames(directory, rng):
+    """More than are looked at for one victim, in a row."""
+    frames = 4096
+    size = sizes(dram_bytes=2 * frames * 4096, window_bytes=48 * MIB, staging_bytes=16 * MIB, extent_blocks=1)
+    with PullRig(directory, window_options={"arena_bytes": frames * 4096}, **size) as rig:
+        pack = rig.make_pack(rng, tokens=16384)
+        epoch = rig.bind(0, [pack], 16384)
+        spread = np.arange(0, 16384, 16)
+        _, named = rig.check(pack, epoch, 0, spread, np.arange(len(spread)))
+        assert rig.stat("frames_pinned") == named == 2 * len(spread) > 2000
+        for layer in range(2):
+            for lane in range(2):
+                assert rig.ask(OP_RANGE, layer, run(0, epoch, lane=lane, pair_count=14336, arg=2048))[0][0] == OK
+                assert (rig.lane(layer, lane, 512)[2048:] == pack.records[layer, lane, :14336]).all()
+        assert rig.stat("evictions") > 0
+        rig.compare(pack, 0, spread, np.arange(len(spread)))
+
+
 def test_an_arena_smaller_than_a_ticket_serves_it(directory, rng):
     with PullRig(directory, **sizes(window_options={"arena_bytes": 8 * FRAME})) as rig:
         pack = rig.make_pack(rng)

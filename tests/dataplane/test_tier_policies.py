@@ -87,6 +87,7 @@ class Uses:
         self.own: dict[int, Lfu] = {}  # by frame, as the next two
         self.keys: dict[int, int] = {}
         self.since: dict[int, int] = {}
+        self.marks: dict[int, int] = {}
 
 
 @dataclass
@@ -116,6 +117,7 @@ class Lfu(Model):
             return
         self.shared.admitted += 1
         self.shared.own[frame], self.shared.keys[frame], self.shared.since[frame] = self, key, self.round()
+        self.shared.marks[frame] = 0
         line = self.line(key)
         for i, ghost in enumerate(line):
             if ghost and ghost.owner is self and ghost.key == key:
@@ -123,11 +125,18 @@ class Lfu(Model):
                 line[i] = None
 
     def use(self, frame: int) -> None:
-        self.uses += 1
-        self.settle(frame)
-        self.counts[frame] = min(1024, self.counts[frame] + 64)
+        self.shared.marks[frame] = min(255, self.shared.marks[frame] + 1)
+
+    def count(self, frame: int) -> None:
+        """The marks that its uses have left, as uses of this moment."""
+        if marks := self.shared.marks[frame]:
+            self.shared.marks[frame] = 0
+            self.shared.own[frame].uses += marks
+            self.settle(frame)
+            self.counts[frame] = min(1024, self.counts[frame] + 64 * marks)
 
     def weigh(self, frame: int, weight: int) -> None:
+        self.count(frame)
         self.settle(frame)
         super().weigh(frame, weight)
 
@@ -135,6 +144,7 @@ class Lfu(Model):
         (self.new if frame in self.new else self.frames).remove(frame)
         if frame not in self.shared.own:
             return
+        self.count(frame)
         self.settle(frame)
         del self.shared.own[frame]
         if not self.counts[frame]:
@@ -172,24 +182,28 @@ class Lfu(Model):
         self.shared.since[frame] = self.shared.own[frame].round()
 
     def rank(self, frame: int) -> int:
+        self.count(frame)
         overdue = self.counts[frame] * (self.shared.own[frame].round() - self.shared.since[frame]) > 256 * 64
         uses, weight = self.settled(frame)
         return weight + (0 if overdue else (uses + 64) // 128)
 
     def victim(self, pinned: Collection[int]) -> int | None:
         seen: list[int] = []
+        new, held = len(self.new), len(self.frames)
 
-        def sample(queue: list[int], count: int, most: int) -> None:
-            for _ in range(min(len(queue), most)):
+        def sample(queue: list[int], count: int, most: int) -> int:
+            """Looks at no more than `most`; returns at how many."""
+            for looks in range(most):
                 if len(seen) >= count:
-                    break
+                    return looks
                 frame = queue.pop(0)
                 (queue if frame in pinned else self.frames).append(frame)
                 seen.extend([frame] if frame not in pinned else [])
+            return most
 
-        sample(self.new, 2, 16)
-        sample(self.frames, 16, LOOKS_MAX)
-        sample(self.new, 16, 16 if seen else LOOKS_MAX)
+        new -= sample(self.new, 2, min(8, new))
+        sample(self.frames, 8, held)
+        sample(self.new, 8, min(8, new) if seen else new)
         return min(seen, key=self.rank, default=None)
 
 
@@ -366,6 +380,32 @@ def test_looks_are_bounded_when_everything_was_just_used(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", TIER_POLICIES)
+def test_looks_are_bounded_where_few_frames_can_go(policy: str) -> None:
+    """What lies behind those that were looked at is found by later calls."""
+    frames = 4 * LOOKS_MAX
+    native = TierPolicy(policy, frames)
+    for frame in range(frames):
+        native.admit(frame, frame)
+    last = frames - LOOKS_MAX // 2
+    pinned = [*range(last), *range(last + 1, frames)]
+    victims = [native.victim(pinned=pinned) for _ in range(5)]
+    assert victims[0] is None
+    assert last in victims
+
+
+@pytest.mark.parametrize("policy", TIER_POLICIES)
+def test_a_frame_that_has_nothing_is_refused(policy: str) -> None:
+    native = TierPolicy(policy, 4)
+    native.admit(0, 0)
+    native.remove(0)
+    for act in (lambda: native.use([0]), lambda: native.weigh(1, 3), lambda: native.remove(0), lambda: native.use([4])):
+        with pytest.raises(NativeError, match=r"frame \d has nothing; admit it first"):
+            act()
+    with pytest.raises(NativeError, match="frame 4 of 4"):
+        native.admit(4, 0)
+
+
+@pytest.mark.parametrize("policy", TIER_POLICIES)
 def test_a_read_ahead_takes_nothing_that_was_used_or_has_a_weight(policy: str) -> None:
     native = TierPolicy(policy, 4)
     for frame in range(4):
@@ -443,6 +483,7 @@ def test_lfu_lets_a_read_ahead_have_what_has_not_been_used_for_some_rounds() -> 
     for _ in range(3 * 64 - (64 + 63 + 20 + 2)):
         assert native.coldest() is None
         native.use([63])
+    assert native.coldest() is None  # the last use is counted when its frame is looked at
     assert native.coldest() == 2
     assert native.coldest(pinned=[frame for frame in range(64) if frame != 1]) is None  # used more often
 
@@ -454,8 +495,10 @@ def test_what_a_neighbour_uses_fades_no_counts() -> None:
         native.admit(frame, frame, owner=frame % 2)
     for _ in range(4):
         native.use(list(mine))
+    assert native.coldest(pinned=list(its)) is None
     for _ in range(1000):
         native.use([1] * 100)
+        assert native.coldest(owner=1, pinned=list(its)) is None  # looks at all of them
     assert native.coldest(pinned=list(its)) is None
     for _ in range(12):
         victim = native.victim()
@@ -475,7 +518,7 @@ def test_what_others_read_takes_the_place_of_what_its_owner_no_longer_uses() -> 
         assert victim is not None
         native.remove(victim)
         left.discard(victim)
-        assert len(left) == 24 or key > 1000 + 16 * FRAMES  # but not soon
+        assert len(left) == 24 or key > 1000 + 12 * FRAMES  # but not soon
         native.admit(victim, key, owner=1)
         native.use([victim])
     assert not left
@@ -529,5 +572,5 @@ def test_a_replay_counts_as_a_plain_cache() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(NativeError, match="clock, lfu, s3fifo, lru, fifo"):
+    with pytest.raises(NativeError, match="lfu, clock, s3fifo, lru, fifo"):
         TierPolicy("belady", 4)

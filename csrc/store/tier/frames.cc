@@ -24,6 +24,9 @@ constexpr uint64_t kShrinkLooks = 16;
 
 constexpr uint32_t kVictimsAtOnce = 8;  // that may be held before they go
 
+// Where a policy finds no victim, there is none.
+bool seen_at_once(const Domain& domain) { return domain.size() <= Policy::kLooksMax; }
+
 constexpr uint32_t kCommonFramesMin = 8;  // that no arena takes, so that several runs at once find some
 constexpr uint32_t kArenaFramesMin = 8;
 constexpr uint32_t kArenasMax = 64;
@@ -121,10 +124,10 @@ bool Frames::shrink(FrameAccount& account) {
   auto evictable = [this](uint32_t frame) { return at_rest(frame); };
   for (uint32_t gone = 0; gone < kShrinkAtOnce; ++gone) {
     bool above = account.used > account.limit.load(std::memory_order_relaxed);
-    std::optional<uint32_t> victim;
-    if (above && account.pinned.load(std::memory_order_relaxed) < account.used)
-      victim = policy_->victim(account.frames, evictable, kShrinkLooks);
+    bool some_go = above && account.pinned.load(std::memory_order_relaxed) < account.used;
+    const auto victim = some_go ? policy_->victim(account.frames, evictable, kShrinkLooks) : std::nullopt;
     if (!victim) {
+      if (some_go && !seen_at_once(account.frames)) return false;
       releases_.fetch_add(1, std::memory_order_release);
       return true;
     }
@@ -410,7 +413,11 @@ std::optional<uint32_t> Frames::cold_frame(FrameAccount& owner, bool ahead) {
     return std::nullopt;
   auto evictable = [&](uint32_t frame) { return at_rest(frame) && open_to(owner, frame); };
   Domain& domain = own ? owner.frames : everybody_;
-  return ahead ? policy_->coldest(domain, evictable) : policy_->victim(domain, evictable);
+  if (ahead) return policy_->coldest(domain, evictable);
+  const auto victim = policy_->victim(domain, evictable);
+  // Whoever waits for frames asks again, for those behind the ones that were looked at.
+  if (!victim && !seen_at_once(domain)) releases_.fetch_add(1, std::memory_order_release);
+  return victim;
 }
 
 bool Frames::at_rest(uint32_t frame) const {

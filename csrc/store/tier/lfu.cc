@@ -1,6 +1,7 @@
 #include "store/tier/lfu.h"
 
 #include <bit>
+#include <utility>
 
 namespace headgate {
 
@@ -13,6 +14,7 @@ Lfu::Lfu(uint32_t frames)
 void Lfu::admit(uint32_t frame, uint64_t key, uint8_t weight, Domain& own, Domain* common) {
   ++admitted_;
   if (own.number == 0) own.number = ++owners_;
+  frames_[frame] = {};
   Held& held = held_[frame] = {mixed(key), &own, round(own), 0, weight};
   for (Ghost& ghost : ghosts(held.key)) {
     if (ghost.owner != own.number || ghost.tag != tag(held.key)) continue;
@@ -24,9 +26,8 @@ void Lfu::admit(uint32_t frame, uint64_t key, uint8_t weight, Domain& own, Domai
 }
 
 void Lfu::remove(uint32_t frame) {
-  Held& held = held_[frame];
   Queues::remove(frame);
-  if (!held.own) return;
+  Held& held = counted(frame);
   settle(held);
   if (held.uses > 0) {
     Ghost& place = least_of_most(ghosts(held.key), held.own->number);
@@ -65,9 +66,20 @@ void Lfu::settle(Held& held) const {
   held.since = now;
 }
 
+// With the uses that it had since it was looked at.
+Lfu::Held& Lfu::counted(uint32_t frame) {
+  Held& held = held_[frame];
+  if (const uint32_t uses = std::exchange(frames_[frame].uses, 0)) {
+    held.own->uses += uses;
+    settle(held);
+    held.uses = uint16_t(std::min<uint32_t>(held.uses + uses * kUse, kUsesMax));
+  }
+  return held;
+}
+
 // One use more displaces nothing: extents that are wanted in turn, as often as each other, would displace each other.
-uint32_t Lfu::rank(uint32_t frame) const {
-  Held held = held_[frame];
+uint32_t Lfu::rank(uint32_t frame) {
+  Held held = counted(frame);
   const bool overdue = uint64_t{held.uses} * (round(*held.own) - held.since) > kOverdue;
   settle(held);
   return held.weight + (overdue ? 0 : (held.uses + kUse) / (2u * kUse));
@@ -77,11 +89,11 @@ std::optional<uint32_t> Lfu::victim(Domain& domain, const Evictable& evictable, 
   Links& links = links_[domain.side];
   std::optional<uint32_t> least;
   uint32_t lowest = 0, seen = 0;
-  uint64_t look = 0;
+  uint64_t look = 0, left[] = {domain.lists[kHeld].size(), domain.lists[kNew].size()};
   auto sample = [&](uint32_t from, uint32_t count, uint64_t most) {
     FrameList& list = domain.lists[from];
-    for (uint64_t left = std::min<uint64_t>(list.size(), most); left > 0 && seen < count; --left) {
-      if (++look > looks && least) return;
+    for (; left[from] > 0 && most > 0 && seen < count; --left[from], --most) {
+      if (++look > (least ? looks : kLooksMax)) return;
       const uint32_t frame = list.turn(links);
       if (!evictable(frame)) continue;
       ++seen;
@@ -110,8 +122,8 @@ std::optional<uint32_t> Lfu::coldest(Domain& domain, const Evictable& evictable)
 
 // For a read ahead a count loses half in each round without a use: what was used once is cold after two, what was used
 // most after six.
-bool Lfu::cold_now(uint32_t frame) const {
-  Held held = held_[frame];
+bool Lfu::cold_now(uint32_t frame) {
+  Held held = counted(frame);
   const uint32_t rounds = round(*held.own) - held.since;
   settle(held);
   return held.weight == 0 && held.uses >> std::min(rounds, 15u) < kUse / 4;

@@ -10,22 +10,21 @@ namespace headgate {
 //
 // Counts fade by rounds, an owner's own: as many of its uses, and frames taken by anybody, as there are frames. So what
 // a neighbour uses fades nothing, and what it reads, at the cost of its share of the disk, no more than others' reads.
+//
+// A use leaves a mark, a byte that is likely to be cached. Marks are counted, as uses of that moment, when their frame is
+// looked at or leaves: once in a round or so, as long as one use in eight is a miss.
 class Lfu final : public Queues {
  public:
   explicit Lfu(uint32_t frames);
 
   void admit(uint32_t frame, uint64_t key, uint8_t weight, Domain& own, Domain* common) override;
   void use(std::span<const uint32_t> frames) override {
-    for (uint32_t frame : frames) {
-      Held& held = held_[frame];
-      ++held.own->uses;
-      settle(held);
-      held.uses = std::min<uint16_t>(held.uses + kUse, kUsesMax);
-    }
+    for (uint32_t frame : frames) frames_[frame].uses += frames_[frame].uses < UINT8_MAX;
   }
   void weigh(uint32_t frame, uint8_t weight) override {
-    settle(held_[frame]);
-    held_[frame].weight = std::max(held_[frame].weight, weight);
+    Held& held = counted(frame);
+    settle(held);
+    held.weight = std::max(held.weight, weight);
   }
   void remove(uint32_t frame) override;
 
@@ -34,7 +33,7 @@ class Lfu final : public Queues {
 
  private:
   enum : uint32_t { kHeld, kNew };
-  static constexpr uint32_t kSample = 16;
+  static constexpr uint32_t kSample = 8;
   // More would let what a run has read together be compared with itself alone; one would leave a tier that has filled
   // up with new frames as it is, first in, first out.
   static constexpr uint32_t kNewAtOnce = 2;
@@ -51,7 +50,7 @@ class Lfu final : public Queues {
     uint64_t key = 0;  // mixed
     Domain* own = nullptr;
     uint32_t since = 0;  // the round in which uses and weight were such
-    uint16_t uses = 0;   // kUse each
+    uint16_t uses = 0;   // kUse each; those that are counted
     uint8_t weight = 0;
   };
   // The count of an extent that left.
@@ -67,8 +66,9 @@ class Lfu final : public Queues {
     return rounds < kHalf * 16 ? uint16_t((uses * (2 * kHalf - rounds % kHalf) / (2 * kHalf)) >> rounds / kHalf) : 0;
   }
   void settle(Held& held) const;
-  uint32_t rank(uint32_t frame) const;
-  bool cold_now(uint32_t frame) const;
+  Held& counted(uint32_t frame);
+  uint32_t rank(uint32_t frame);
+  bool cold_now(uint32_t frame);
   std::span<Ghost, kWays> ghosts(uint64_t key) {
     return std::span<Ghost, kWays>(&ghosts_[(key & (ghosts_.size() / kWays - 1)) * kWays], kWays);
   }

@@ -20,7 +20,7 @@ struct Named {
 };
 
 constexpr Named kPolicies[] = {
-    {"clock", make<Clock>}, {"lfu", make<Lfu>}, {"s3fifo", make<S3Fifo>}, {"lru", make<Lru>}, {"fifo", make<Fifo>}};
+    {"lfu", make<Lfu>}, {"clock", make<Clock>}, {"s3fifo", make<S3Fifo>}, {"lru", make<Lru>}, {"fifo", make<Fifo>}};
 
 }  // namespace
 

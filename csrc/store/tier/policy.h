@@ -45,8 +45,9 @@ class Policy {
   virtual void weigh(uint32_t frame, uint8_t weight) = 0;
   virtual void remove(uint32_t frame) = 0;
 
-  // For a read that a run waits for: some frame that is evictable, if any is. After `looks`, which a large tier reaches
-  // when everything was just used, the frame last passed over has to go.
+  // For a read that a run waits for: some frame that is evictable. After `looks`, which a large tier reaches when
+  // everything was just used, the frame last passed over has to go. None, after kLooksMax, when so many in a row cannot
+  // go now: the next call looks at those behind them.
   virtual std::optional<uint32_t> victim(Domain& domain, const Evictable& evictable, uint64_t looks = kLooksMax) = 0;
   // For a read ahead: only a frame that is colder than everything with a use or a weight, and nothing wears down.
   virtual std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable) = 0;

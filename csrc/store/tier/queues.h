@@ -42,7 +42,7 @@ class Queues : public Policy {
     FrameList& list = domain.lists[0];
     const uint64_t steps = uint64_t{list.size()} * (kWeightMax + 2);
     std::optional<uint32_t> passed;
-    for (uint64_t step = 0; step < steps && (step < looks || !passed); ++step) {
+    for (uint64_t step = 0; step < steps && step < (passed ? looks : kLooksMax); ++step) {
       const uint32_t frame = list.turn(links_[domain.side]);
       if (!evictable(frame)) continue;
       passed = frame;

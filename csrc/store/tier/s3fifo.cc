@@ -26,7 +26,7 @@ std::optional<uint32_t> S3Fifo::victim(Domain& domain, const Evictable& evictabl
   const uint64_t steps = uint64_t{domain.size()} * (kWeightMax + kUsesMax + 2);
   std::optional<uint32_t> passed;
   uint32_t busy[2] = {};  // frames in a row that are not evictable
-  for (uint64_t step = 0; step < steps && (step < looks || !passed); ++step) {
+  for (uint64_t step = 0; step < steps && step < (passed ? looks : kLooksMax); ++step) {
     const bool small_left = busy[kSmall] < small.size(), main_left = busy[kMain] < main.size();
     if (!small_left && !main_left) break;
     const bool full = uint64_t{small.size()} * kSmallPart >= domain.size();

@@ -197,7 +197,7 @@ def _read_all(engine: Engine, ids: Sequence[int]) -> None:
 @dataclass
 class Decoder:
     """Sessions of one engine; every step takes one token of each: a random one in `fresh` of the steps, else the last
-    one again, for which heads that miss select nearly what they have."""
+    one again, for which heads that miss select nearly what they have; `walks`: in order, from 0."""
 
     document: Document
     engine: Engine
@@ -205,6 +205,8 @@ class Decoder:
     count: int
     warm_steps: int
     fresh: float = 1.0
+    walks: bool = False
+    walked: int = 0
 
     def __post_init__(self) -> None:
         self._sessions = [self.engine.attach(self.ids)[0] for _ in range(self.count)]
@@ -250,6 +252,9 @@ class Decoder:
             return self.run(steps)["step"]
 
     def _tokens(self) -> list[int]:
+        if self.walks:
+            self.walked += 1
+            return [(self.walked - 1) % int(self.document.shape["vocab_size"])] * self.count
         self._due += self.fresh
         if self._due >= 1:
             self._due -= 1

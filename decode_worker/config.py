@@ -12,6 +12,7 @@ from typing import Any
 
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.policy.cache.base import CACHES
+from decode_worker.policy.lookahead import Lookahead
 from decode_worker.policy.presets import PRESETS
 from decode_worker.policy.reuse.base import REUSES
 from decode_worker.retrieval.base import RETRIEVERS
@@ -51,6 +52,7 @@ class WorkerConfig:
     cache: str = ""
     retriever: str = "hash"
     query: str = "speculative"
+    lookahead: str = "off"
     budget: float = 0.1
     sink: int = 4
     recent: int = 64
@@ -87,6 +89,8 @@ class WorkerConfig:
                 object.__setattr__(self, key.name, key.parse(value))
             except (ValueError, TypeError, OverflowError) as error:
                 raise ConfigError(f"{key.name}={value!r}: {error}") from None
+        if self.lookahead == "next" and self.query == "true":
+            raise ConfigError("lookahead=next: needs queries that are made ahead; give --query speculative")
         if self.context <= self.sink + self.recent:
             raise ConfigError(f"context={self.context}: must exceed sink + recent = {self.sink + self.recent}")
 
@@ -143,6 +147,12 @@ KEYS = (
     Key("cache", None, choice("", *CACHES.names), "what a window keeps; empty: as the policy says"),
     Key("retriever", None, choice(*RETRIEVERS.names), "index that selects KV vectors for a query"),
     Key("query", None, choice("speculative", "true"), "which query selects"),
+    Key(
+        "lookahead",
+        None,
+        lambda value: str(Lookahead.of(value)),
+        "what misses will want is read ahead from the disk: off, next (one more layer ahead), or within N steps",
+    ),
     Key("budget", None, _budget, "selected part of the stored tokens (0.1), or their number"),
     Key("sink", None, count(0, 1024), "first tokens that are always held"),
     Key("recent", None, count(1, 1 << 16), "last tokens that are never selected but held"),

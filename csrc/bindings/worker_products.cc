@@ -111,6 +111,12 @@ class BoundProducts {
     nb::gil_scoped_release release;
     products_.layer(layer, rows, speculate);
   }
+  void peek(int layer, int rows) {
+    check_rows(rows);
+    require(layer >= 0 && size_t(layer) < layers_.size(), "there is no layer " + std::to_string(layer));
+    nb::gil_scoped_release release;
+    products_.peek(layer, rows);
+  }
   void finish(int rows) {
     check_rows(rows);
     nb::gil_scoped_release release;
@@ -198,5 +204,6 @@ void bind_products(nb::module_& m) {
            "rotation_factor"_a, "norm_eps"_a, "positions_max"_a, "threads"_a)
       .def("embed", &BoundProducts::embed, "rows"_a)
       .def("layer", &BoundProducts::layer, "layer"_a, "rows"_a, "speculate"_a)
+      .def("peek", &BoundProducts::peek, "layer"_a, "rows"_a)
       .def("finish", &BoundProducts::finish, "rows"_a);
 }

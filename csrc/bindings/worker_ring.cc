@@ -181,6 +181,7 @@ void bind_ring(nb::module_& m) {
       .def_prop_ro("pairs_max", [](const RingProducer& r) { return r.geometry().pairs_max; })
       .def_prop_ro("poisoned", &RingProducer::poisoned)
       .def_prop_ro("in_flight", &RingProducer::in_flight)
+      .def("has_room_for_hint", &RingProducer::has_room_for_hint)
       .def("post", &post, "op"_a, "step"_a, "layer"_a, "runs"_a, "pairs"_a, "timeout_us"_a = 2'000'000)
       .def(
           "poll", [](RingProducer& ring, uint64_t seq) { return to_array(ring.poll(seq)); }, "seq"_a)

@@ -133,7 +133,7 @@ class BoundStep {
   BoundStep(nb::object state, nb::object retriever_select, std::optional<Array<const float>> projection,
             nb::object ring, Array<uint8_t> window, bool reuses, bool keeps, bool whole, int stamp, float cos_floor,
             const std::vector<std::pair<int, size_t>>& kinds, float scale, int threads, bool stale_fails,
-            uint64_t wait_us)
+            uint64_t wait_us, int ahead_steps, int64_t ahead_records_max)
       : arrays_(std::move(state)),
         ring_object_(std::move(ring)),
         ring_(ring_object_.is_none() ? nullptr : nb::cast<RingProducer*>(ring_object_)),
@@ -158,11 +158,14 @@ class BoundStep {
       selector_ = std::make_unique<PythonSelector>(maps_, std::move(retriever_select), shape.group, shape.d);
     }
     const LookUpRules rules{{keeps, whole, static_cast<CacheRule::Stamp>(stamp)}, reuses, cos_floor, threads};
+    require(ahead_steps >= 0, "ahead_steps must be at least 0");
+    const LookAheadRules ahead{ahead_steps, ahead_records_max, reuses, whole, cos_floor, threads};
     const RecordKind own = record_kind(kinds.front().first, shape.d, kinds.front().second);
     const RecordKind stored = record_kind(kinds.back().first, shape.d, kinds.back().second);
     require(own.dtype == Dtype::kFloat32 || own.dtype == Dtype::kBfloat16, "a worker writes float32 or bfloat16");
     const StepSettings settings{own, stored, int(kinds.size()), scale, threads, stale_fails, wait_us};
-    step_ = std::make_unique<Step>(arrays_.state, maps_, *selector_, rules, settings, window_.data(), window_.size());
+    step_ = std::make_unique<Step>(arrays_.state, maps_, *selector_, rules, settings, ahead, window_.data(),
+                                   window_.size());
   }
 
   void extend(int slot, int32_t first, Array<const uint16_t> order, std::optional<Array<const uint64_t>> codes) {
@@ -203,9 +206,22 @@ class BoundStep {
       nb::gil_scoped_release release;
       step_->look_up(nullptr, layer, query.data(), static_cast<QueryKind>(kind), {});
     }
-    const Outbox& out = step_->outbox();
-    return nb::make_tuple(nb::bytes(reinterpret_cast<const char*>(out.runs.data()), out.runs.size() * sizeof(Run)),
-                          nb::bytes(reinterpret_cast<const char*>(out.pairs.data()), out.pairs.size() * sizeof(Pair)));
+    return ticket(step_->outbox());
+  }
+
+  nb::tuple plan_ahead(int layer, Array<const float> query) {
+    check_query(layer, query);
+    {
+      nb::gil_scoped_release release;
+      step_->look_ahead(nullptr, layer, query.data());
+    }
+    return ticket(step_->hints());
+  }
+
+  void look_ahead(int layer, Array<const float> query) {
+    check_query(layer, query);
+    nb::gil_scoped_release release;
+    step_->look_ahead(ring_, layer, query.data());
   }
 
   void commit(int layer, std::optional<Array<const uint32_t>> statuses) {
@@ -265,6 +281,10 @@ class BoundStep {
   uint64_t wait_us() const { return step_->settings().wait_us; }
 
  private:
+  static nb::tuple ticket(const Outbox& out) {
+    return nb::make_tuple(nb::bytes(reinterpret_cast<const char*>(out.runs.data()), out.runs.size() * sizeof(Run)),
+                          nb::bytes(reinterpret_cast<const char*>(out.pairs.data()), out.pairs.size() * sizeof(Pair)));
+  }
   size_t query_floats() const {
     const HeadState::Shape& shape = arrays_.state.shape;
     return size_t(rows_) * shape.heads * shape.group * shape.d;
@@ -304,16 +324,19 @@ void bind_step(nb::module_& m) {
   m.attr("FAULT_NOT_POSTED") = int32_t(StepFault::kNotPosted);
   nb::class_<BoundStep>(m, "Step")
       .def(nb::init<nb::object, nb::object, std::optional<Array<const float>>, nb::object, Array<uint8_t>, bool, bool,
-                    bool, int, float, const std::vector<std::pair<int, size_t>>&, float, int, bool, uint64_t>(),
+                    bool, int, float, const std::vector<std::pair<int, size_t>>&, float, int, bool, uint64_t, int,
+                    int64_t>(),
            "state"_a, "select"_a.none(), "projection"_a.none(), "ring"_a.none(), "window"_a.noconvert(), nb::kw_only(),
            "reuses"_a, "keeps"_a, "whole"_a, "stamp"_a, "cos_floor"_a, "kinds"_a, "scale"_a, "threads"_a,
-           "stale_fails"_a, "wait_us"_a)
+           "stale_fails"_a, "wait_us"_a, "ahead_steps"_a, "ahead_records_max"_a)
       .def("extend", &BoundStep::extend, "slot"_a, "first"_a, "order"_a, "codes"_a.none())
       .def("clear", &BoundStep::clear, "slot"_a)
       .def("begin", &BoundStep::begin, "slots"_a.noconvert(), "positions"_a.noconvert(), "rows"_a, "step"_a)
       .def("plan", &BoundStep::plan, "layer"_a, "query"_a.noconvert(), "kind"_a)
       .def("commit", &BoundStep::commit, "layer"_a, "statuses"_a.none())
       .def("look_up", &BoundStep::look_up, "layer"_a, "query"_a.noconvert(), "kind"_a)
+      .def("plan_ahead", &BoundStep::plan_ahead, "layer"_a, "query"_a.noconvert())
+      .def("look_ahead", &BoundStep::look_ahead, "layer"_a, "query"_a.noconvert())
       .def("arrive", &BoundStep::arrive, "layer"_a, "key"_a.noconvert(), "value"_a.noconvert())
       .def("append", &BoundStep::append, "layer"_a, "key"_a.noconvert(), "value"_a.noconvert())
       .def("await_ticket", &BoundStep::await, "layer"_a)

@@ -120,6 +120,15 @@ void Products::layer(int layer, int rows, bool speculate) {
   make_heads(own, next, rows);
 }
 
+void Products::peek(int layer, int rows) {
+  const LayerWeights& ahead = w_.layers[layer];
+  const int d = w_.head_dim, q = w_.q_heads;
+  norm_rows(ahead.attention_norm, ahead.qkv.type, rows, next_input_.data());
+  run_tasks(q, threads_, [&](int h) {
+    make_head({&ahead.qkv, next_input_.data(), h * d, a_.next_query + h * d, q, true, ahead.q_norm}, rows);
+  });
+}
+
 void Products::finish(int rows) {
   end_layer(w_.layers.back(), rows);
   norm_rows(w_.final_norm, w_.head.type, rows, input_.data());

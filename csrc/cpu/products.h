@@ -72,6 +72,8 @@ class Products {
   // Ends layer - 1 (unless there is none) from `attention`; then this layer's query, key and value from x, and with
   // `speculate` the next layer's query from the same x.
   void layer(int layer, int rows, bool speculate);
+  // `layer`'s query from x as it is now, into next_query.
+  void peek(int layer, int rows);
   // Ends the last layer from `attention`; x -> logits.
   void finish(int rows);
 

@@ -19,6 +19,7 @@ int32_t fault_of(const RunResult& result) {
 
 void Step::begin(const Rows& rows) {
   rows_ = rows;
+  look_ahead_.begin();
   for (int row = 0; row < rows.count; ++row) {
     if (rows.slot[row] >= 0) state_.fault[rows.slot[row]] = int32_t(StepFault::kNone);
   }
@@ -38,6 +39,15 @@ void Step::look_up(RingProducer* ring, int layer, const float* query, QueryKind 
     commit(layer, {});
     throw;
   }
+}
+
+void Step::look_ahead(RingProducer* ring, int layer, const float* query) {
+  look_ahead_.plan(layer, rows_, query, hints_);
+  if (!ring || hints_.runs.empty()) return;
+  const bool room = ring->has_room_for_hint();
+  state_.counters[int(Counter::kHinted)] += int64_t(hints_.pairs.size());
+  state_.counters[int(Counter::kHintsDropped)] += room ? 0 : int64_t(hints_.pairs.size());
+  if (room) ring->post(Op::kPromote, uint32_t(rows_.step), uint16_t(layer), hints_.runs, hints_.pairs, 0);
 }
 
 void Step::commit(int layer, std::span<const RunResult> results) {

@@ -9,6 +9,7 @@
 #include "core/pack.h"
 #include "cpu/attend.h"
 #include "cpu/head_state.h"
+#include "cpu/look_ahead.h"
 #include "cpu/look_up.h"
 #include "ring/producer.h"
 
@@ -27,9 +28,10 @@ struct StepSettings {
 class Step {
  public:
   Step(HeadState state, const RecordMaps& maps, Selector& selector, LookUpRules rules, StepSettings settings,
-       uint8_t* window, size_t window_bytes)
+       LookAheadRules ahead, uint8_t* window, size_t window_bytes)
       : state_(state),
         look_up_(state_, maps, selector, rules),
+        look_ahead_(state_, selector, ahead),
         settings_(settings),
         window_(window),
         window_bytes_(window_bytes),
@@ -40,6 +42,9 @@ class Step {
   // Plans; with a ring also posts.
   void look_up(RingProducer* ring, int layer, const float* query, QueryKind kind, const CheckIn& check_in);
   const Outbox& outbox() const { return out_; }
+  // Hints what heads of the layer will select with such a query; with a ring also posts, if it has room.
+  void look_ahead(RingProducer* ring, int layer, const float* query);
+  const Outbox& hints() const { return hints_; }
 
   // Takes the results of the layer's runs. No results at all: the ticket was never posted.
   void commit(int layer, std::span<const RunResult> results);
@@ -67,11 +72,12 @@ class Step {
 
   HeadState state_;
   LookUp look_up_;
+  LookAhead look_ahead_;
   StepSettings settings_;
   uint8_t* window_;
   size_t window_bytes_;
   Rows rows_{};
-  Outbox out_;
+  Outbox out_, hints_;
   std::vector<Posted> tickets_;  // of each layer
   std::vector<AttendLane> lanes_;
 };

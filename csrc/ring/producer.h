@@ -109,6 +109,13 @@ class RingProducer {
     return t;
   }
 
+  // Whether a hint finds room at once, and leaves half of the ring to tickets that somebody waits for.
+  bool has_room_for_hint() const {
+    const uint64_t kept = layout_.g.tickets / 2;
+    return !poisoned() && posted_[next_ & (layout_.g.tickets - 1)].collected &&
+           (next_ <= kept || as_atomic(peer().consumed).load(std::memory_order_acquire) + kept >= next_);
+  }
+
   // What is known of a ticket; status 0 is not done yet. Collects it once everything is known.
   const std::vector<RunResult>& poll(uint64_t seq) {
     Posted& p = find(seq);

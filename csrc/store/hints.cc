@@ -65,12 +65,13 @@ void Hints::read_ahead(RingWork& ring, const TakenTicket& ticket, std::span<cons
     uint32_t block = pack->segment_block(0, ticket.layer, run.lane) + (pair.record - origin.first) / per_block;
     uint32_t extent = block / frames_.extent_blocks();
     if (job.pack != pack) {
-      ahead_.add(ring.shard.worker.owner, std::move(job));
+      ahead_.promote(ring.shard.worker.owner, std::move(job));
       job = {pack, {}, 0};
     }
-    if (job.extents.empty() || job.extents.back() != extent) job.extents.push_back(extent);
+    if (job.extents.empty() || job.extents.back().extent != extent) job.extents.push_back({extent, 0});
+    job.extents.back().blocks |= uint16_t(1u << block % frames_.extent_blocks());
   }
-  ahead_.add(ring.shard.worker.owner, std::move(job));
+  ahead_.promote(ring.shard.worker.owner, std::move(job));
 }
 
 }  // namespace headgate

@@ -33,6 +33,7 @@ from decode_worker.model.transformer import Transformer
 from decode_worker.pack_writer import OTHERS_WAIT_S, LeftAlone, PackWriter
 from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.base import make_policy
+from decode_worker.policy.lookahead import Lookahead
 from decode_worker.records import STORAGE_DTYPES, RecordFormat
 from decode_worker.retrieval.base import make_retriever
 from decode_worker.store_calls import StoreCalls
@@ -131,6 +132,7 @@ class Engine:
             scale=self.model.scale, threads=config.threads, stale_fails=config.stale == "fail",
             wait_us=self.transport.wait_us, frames=window.frames,
             stored=RecordKind(self.records.code, self.records.record_bytes),
+            lookahead=Lookahead.of(config.lookahead),
         )  # fmt: skip
         products = PRODUCTS[config.kernels](self.model, config.slots, config.threads, config.weights)
         graphs = Graphs(self.device) if config.graph == "auto" and self.device.graphs else None
@@ -152,7 +154,10 @@ class Engine:
             window_bytes=config.slots * largest.slot_bytes,
             staging_bytes=config.staging_bytes,
             decode_ring=RingGeometry(
-                _power_of_two(2 * shape.layers), runs_max, pairs_max, device=not self.device.wakes
+                _power_of_two((4 if Lookahead.of(config.lookahead) else 2) * shape.layers),
+                runs_max,
+                pairs_max,
+                device=not self.device.wakes,
             ),
             bulk_ring=RingGeometry(BULK_TICKETS, BULK_RUNS_MAX, BULK_PAIRS_MAX),
             wait_ms=config.wait_ms,

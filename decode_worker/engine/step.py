@@ -165,7 +165,7 @@ class DecodeLoop:
         return self._lines[rows]
 
     def _launches(self, rows: int) -> Iterator[Launch]:
-        products, kernels = self._products, self.kernels
+        products, kernels, lookahead = self._products, self.kernels, self.kernels.context.lookahead
         query, next_query, key, value, attention = (
             tensor[:rows]
             for tensor in (products.query, products.next_query, products.key, products.value, products.attention)
@@ -178,14 +178,23 @@ class DecodeLoop:
             ahead = layer + 1 < self._layers and self._selects_by(layer + 1, QueryKind.SPECULATIVE)
             yield Launch("products", layer, products.layer, (layer, rows, ahead))
             if ahead:
-                yield Launch("look_up", layer, kernels.look_up, (layer + 1, next_query, QueryKind.SPECULATIVE))
+                yield from self._look_up(layer, layer + 1, next_query, QueryKind.SPECULATIVE)
             if self._selects_by(layer, QueryKind.TRUE):
-                yield Launch("look_up", layer, kernels.look_up, (layer, query, QueryKind.TRUE))
+                yield from self._look_up(layer, layer, query, QueryKind.TRUE)
+            if lookahead.layer and layer + 2 < self._layers and self._selects_by(layer + 2, QueryKind.SPECULATIVE):
+                yield Launch("look_ahead", layer, products.peek, (layer + 2, rows))
+                yield Launch("look_ahead", layer, kernels.look_ahead, (layer + 2, next_query))
             yield Launch("arrive", layer, kernels.arrive, (layer, key, value))
             yield Launch("attend", layer, kernels.attend, (layer, query, attention, lse))
         yield Launch("products", self._layers, products.finish, (rows,))
         for call in self._ends.last:
             yield Launch("choose", self._layers, call, (rows,))
+
+    def _look_up(self, at: int, layer: int, query: torch.Tensor, kind: QueryKind) -> Iterator[Launch]:
+        """Hints come behind the ticket of the same heads."""
+        yield Launch("look_up", at, self.kernels.look_up, (layer, query, kind))
+        if self.kernels.context.lookahead.steps:
+            yield Launch("look_ahead", at, self.kernels.look_ahead, (layer, query))
 
     def _selects_by(self, layer: int, kind: QueryKind) -> bool:
         return self._policy.selects(layer) and self._policy.query_kind(layer) == kind

@@ -39,6 +39,7 @@ class TritonKernels(Kernels):
 
     gathers = True
     mixes = False
+    looks_ahead = False
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)

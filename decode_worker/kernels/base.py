@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from decode_worker import _native
 from decode_worker.device import Device
 from decode_worker.kernels.state import HeadState
+from decode_worker.policy.lookahead import HINTED_BYTES_MAX, OFF, Lookahead
 from decode_worker.policy.plan import QueryKind, Ticket
 from decode_worker.policy.settings import PolicySettings
 from decode_worker.retrieval.base import Retriever
@@ -65,6 +66,12 @@ class StepContext:
     wait_us: int
     frames: Frames | None = None
     stored: RecordKind | None = None  # None: as it writes them
+    lookahead: Lookahead = OFF
+
+    @property
+    def hinted_records_max(self) -> int:
+        """Of a step."""
+        return HINTED_BYTES_MAX // self.kinds[-1].record_bytes
 
     @property
     def kinds(self) -> list[RecordKind]:
@@ -95,11 +102,12 @@ class Kernels(ABC):
     A row's fault is left in `state.fault` of its slot (a number of csrc/cpu/head_state.h): the row goes on, with
     whatever its heads hold, and the others are not concerned. RingError is raised for what concerns all of them.
     `gathers`: whether it copies records that the daemon delivers elsewhere to their places in the window.
-    `mixes`: whether it attends over records of two kinds.
+    `mixes`: whether it attends over records of two kinds. `looks_ahead`: whether it hints what heads will want.
     """
 
     gathers: ClassVar[bool] = False
     mixes: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = True
 
     def __init__(self, context: StepContext) -> None:
         """ValueError for a window or for records that it cannot work on."""
@@ -108,6 +116,8 @@ class Kernels(ABC):
                 "record_kind: these kernels do not attend to quantised records; give --record-kind model or "
                 "--kernels cpu"
             )
+        if context.lookahead and not self.looks_ahead:
+            raise ValueError("lookahead: these kernels do not look ahead; give --lookahead off or --kernels cpu")
         if context.landing is not context.window and not self.gathers:
             raise ValueError(
                 "window: kernels on a CPU read only where the daemon delivers; give --window shm or --kernels triton"
@@ -161,6 +171,15 @@ class Kernels(ABC):
     @abstractmethod
     def settle(self, timeout_us: int) -> None:
         """After an error within a step: no ticket is left behind, as its places could not be used again otherwise."""
+
+    def look_ahead(self, layer: int, query: torch.Tensor) -> None:
+        """query: as in `look_up`, whatever it was made of. Hints (PROMOTE) which records heads of the layer lack that
+        will miss soon; changes no head, waits for nothing, and hints at most so much in a step."""
+        raise NotImplementedError
+
+    def plan_ahead(self, layer: int, query: torch.Tensor) -> Ticket | None:
+        """`look_ahead` without posting."""
+        raise NotImplementedError
 
     # --- the halves of `look_up` and `arrive`, for whoever carries tickets out himself ---
 

@@ -46,6 +46,8 @@ class CpuKernels(Kernels):
             threads=context.threads,
             stale_fails=context.stale_fails,
             wait_us=context.wait_us,
+            ahead_steps=context.lookahead.steps,
+            ahead_records_max=context.hinted_records_max,
         )
 
     def close(self) -> None:
@@ -83,14 +85,23 @@ class CpuKernels(Kernels):
     def settle(self, timeout_us: int) -> None:
         self._step.settle(timeout_us)
 
+    def look_ahead(self, layer: int, query: torch.Tensor) -> None:
+        self._step.look_ahead(layer, to_dlpack(query))
+
     def plan(self, layer: int, query: torch.Tensor, kind: QueryKind) -> Ticket | None:
-        runs, pairs = self._step.plan(layer, to_dlpack(query), kind)
-        if not runs:
-            return None
-        return Ticket(Op.GATHER, layer, np.frombuffer(runs, RUN_DTYPE), np.frombuffer(pairs, np.uint32).reshape(-1, 2))
+        return _ticket(Op.GATHER, layer, *self._step.plan(layer, to_dlpack(query), kind))
+
+    def plan_ahead(self, layer: int, query: torch.Tensor) -> Ticket | None:
+        return _ticket(Op.PROMOTE, layer, *self._step.plan_ahead(layer, to_dlpack(query)))
 
     def commit(self, layer: int, statuses: NDArray[np.uint32] | None) -> None:
         self._step.commit(layer, statuses)
+
+
+def _ticket(op: Op, layer: int, runs: bytes, pairs: bytes) -> Ticket | None:
+    if not runs:
+        return None
+    return Ticket(op, layer, np.frombuffer(runs, RUN_DTYPE), np.frombuffer(pairs, np.uint32).reshape(-1, 2))
 
 
 def _select(

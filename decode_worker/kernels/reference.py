@@ -41,6 +41,8 @@ class ReferenceKernels(Kernels):
         self._views = [View() for _ in range(settings.slots)]
         self._waiting: list[list[Wish]] = [[] for _ in range(settings.layers)]
         self._posted = [0] * settings.layers
+        # (layer, slot, head) -> its latest generation, the position that asked for it, and the latest that hinted
+        self._marks: dict[tuple[int, int, int], tuple[int, int, int]] = {}
 
     def close(self) -> None:
         del self.context
@@ -59,6 +61,7 @@ class ReferenceKernels(Kernels):
             (int(s), int(p)) for s, p in zip(rows.slot[: rows.count], rows.position[: rows.count], strict=True)
         ]
         self._number = step
+        self._hints_left = self.context.hinted_records_max
         for slot, _ in self._rows:
             if slot >= 0:
                 self.context.state.fault[slot] = 0
@@ -103,6 +106,70 @@ class ReferenceKernels(Kernels):
         )
         return Ticket(_native.OP_GATHER, layer, runs, pairs)
 
+    # --- look_ahead ---
+
+    def look_ahead(self, layer: int, query: torch.Tensor) -> None:
+        ticket, ring = self.plan_ahead(layer, query), self.context.ring
+        if ticket is None or ring is None:
+            return
+        self._count("hinted", len(ticket.pairs))
+        if not ring.has_room_for_hint():
+            self._count("hints_dropped", len(ticket.pairs))
+            return
+        ring.post(ticket.op, self._number & 0xFFFFFFFF, layer, ticket.runs, ticket.pairs, 0)
+
+    def plan_ahead(self, layer: int, query: torch.Tensor) -> Ticket | None:
+        state, shape = self.context.state, self.context.state.shape
+        grouped = query.reshape(-1, shape.heads, shape.group, shape.head_dim)
+        found = []
+        for row, (slot, position) in enumerate(self._rows):
+            limit = state.limit(slot, position) if slot >= 0 else 0
+            for head in range(shape.heads):
+                if limit <= shape.sink or state.fault[slot] or state.resident[layer, head] or self._hints_left <= 0:
+                    continue
+                if self._expects_miss(layer, slot, head, position, grouped[row, head]):
+                    lacking = self._lacking(layer, slot, head, limit, grouped[row, head])
+                    if len(lacking):
+                        found.append(
+                            (slot, int(state.epoch[slot]), int(state.issued[layer, slot, head]), head, lacking)
+                        )
+        if not found:
+            return None
+        slots, epochs, generations, heads, pairs = zip(*found, strict=True)
+        return Ticket(_native.OP_PROMOTE, layer, *gather_runs(slots, epochs, generations, heads, pairs))
+
+    def _expects_miss(self, layer: int, slot: int, head: int, position: int, query: torch.Tensor) -> bool:
+        state, settings, steps = self.context.state, self.context.settings, self.context.lookahead.steps
+        at, lane, issued = state.side(layer, slot, head), (layer, slot, head), int(state.issued[layer, slot, head])
+        if self._marks.get(lane, (0,))[0] != issued:
+            self._marks[lane] = (issued, position, -1)
+        generation, asked, hinted = self._marks.get(lane, (0, 0, -1))
+        if state.label_kind[at] == QueryKind.NONE or state.generation[at] != generation:
+            return False
+        if not settings.reuse.by_label:
+            return steps == 0
+        if hinted >= 0 and position - hinted < steps:
+            return False
+        cover, then = int(state.cover[at]), position + steps
+        forced = then - cover >= int(state.forced_from[layer, head]) and state.limit(slot, then) > cover
+        similar = similarity(query, state.label[at], state.weights[layer, head], settings.cos_floor)
+        falling = (1 - similar) * steps / max(1, position - asked)
+        if not forced and similar - falling > float(state.tau[layer, head]):
+            return False
+        self._marks[lane] = (generation, asked, position)
+        return True
+
+    def _lacking(self, layer: int, slot: int, head: int, limit: int, query: torch.Tensor) -> NDArray[np.uint32]:
+        """Pairs [n, 2] of the records that a miss would fetch, as far as the step's budget goes; all to place 0."""
+        state, settings, shape = self.context.state, self.context.settings, self.context.state.shape
+        at = state.side(layer, slot, head)
+        held = set() if settings.cache.whole else set(state.held[at][: int(state.held_count[at])].tolist())
+        units = [unit for unit in self._select(layer, slot, head, limit, query) if unit not in held]
+        units = units[: -(-self._hints_left // shape.unit)]
+        self._hints_left -= len(units) * shape.unit
+        records = [(unit * shape.unit + r, 0) for unit in units for r in range(shape.unit)]
+        return np.array(records, np.uint32).reshape(-1, 2)
+
     def _misses(self, layer: int, slot: int, head: int, position: int, query: torch.Tensor, kind: QueryKind) -> bool:
         state, settings = self.context.state, self.context.settings
         at = state.side(layer, slot, head)
@@ -123,13 +190,8 @@ class ReferenceKernels(Kernels):
         state, cache = self.context.state, self.context.settings.cache
         shape, now = state.shape, state.side(layer, slot, head)
         then = (1 - now[0], *now[1:])
-        limit, k = state.limit(slot, position), int(state.selected[layer, slot, head])
-        wanted: list[int] = []
-        if limit > shape.sink:
-            view = self._views[slot]
-            wanted = self.context.retriever.select(
-                layer, head, view, query.numpy(), shape.sink, limit, k, shape.unit
-            ).tolist()
+        limit = state.limit(slot, position)
+        wanted = self._select(layer, slot, head, limit, query)
 
         n = int(state.held_count[now])
         held = dict(zip(state.held[now][:n].tolist(), state.held_places[now][:n].tolist(), strict=True))
@@ -186,6 +248,15 @@ class ReferenceKernels(Kernels):
         state.chosen[layer, slot, head] += len(wanted)
         state.missing[layer, slot, head] += len(missing)
         return Wish(slot, head, has_old_set, np.array(sorted(pairs), np.uint32).reshape(-1, 2))
+
+    def _select(self, layer: int, slot: int, head: int, limit: int, query: torch.Tensor) -> list[int]:
+        shape, k = self.context.state.shape, int(self.context.state.selected[layer, slot, head])
+        if limit <= shape.sink:
+            return []
+        view = self._views[slot]
+        return self.context.retriever.select(
+            layer, head, view, query.numpy(), shape.sink, limit, k, shape.unit
+        ).tolist()
 
     def _touch(self, layer: int, slot: int, head: int, unit_place: int, arrives: bool) -> None:
         stamp = self.context.state.stamp[layer, slot, head]

@@ -22,9 +22,13 @@ class Counters:
     stale: int  # lookups that wanted a new set and went on with the old one
     cleared: int  # sets that were given up before their successor arrived
     errors: int  # fetches that failed
+    hinted: int  # records that the daemon was asked to read ahead
+    hints_dropped: int  # of these, what found no room in the ring
 
     # Places in HeadState.counters, as enum class Counter in csrc/cpu/head_state.h orders them.
-    NAMES: ClassVar = ("steps", "lookups", "hits", "forced", "records_moved", "stale", "cleared", "errors")
+    NAMES: ClassVar = (
+        "steps", "lookups", "hits", "forced", "records_moved", "stale", "cleared", "errors", "hinted", "hints_dropped",
+    )  # fmt: skip
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Counters:

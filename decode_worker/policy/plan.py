@@ -20,6 +20,7 @@ class Op(IntEnum):
 
     GATHER = 1
     RANGE = 2
+    PROMOTE = 4
 
 
 class QueryKind(IntEnum):

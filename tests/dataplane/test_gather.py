@@ -195,9 +195,9 @@ def test_promote_is_a_hint(directory, rng):
     with Rig(directory) as rig:
         pack = rig.make_pack(rng, tokens=1024)
         epoch = rig.bind(0, [pack], 1024)
-        pairs = pairs_of(np.arange(0, 1024, 32), np.zeros(32))
+        pairs = pairs_of(np.arange(0, 1024, 8), np.zeros(128))
         for _ in range(20):  # more than the ring has tickets: a hint's area comes back by itself
-            rig.post(OP_PROMOTE, 0, run(0, epoch, lane=1, pair_count=32), pairs)
+            rig.post(OP_PROMOTE, 0, run(0, epoch, lane=1, pair_count=128), pairs)
         assert rig.ring.in_flight == 0
         until(lambda: rig.plane.stats()["warm_bytes"] == 1024 * 512)
         before = rig.plane.stats()["nvme_read_bytes"]

@@ -64,6 +64,11 @@ def step(products: Products, model: Transformer, rng, rows: int) -> dict[str, to
         products.layer(layer, rows, speculate=True)
         for name in ("query", "key", "value", "next_query"):
             made[f"{name} {layer}"] = getattr(products, name)[:rows].clone()
+        for further in range(layer + 1, model.config.layers):
+            products.peek(further, rows)
+            made[f"peeked {further} {layer}"] = products.next_query[:rows].clone()
+        if layer + 1 < model.config.layers:
+            assert torch.equal(made[f"peeked {layer + 1} {layer}"], made[f"next_query {layer}"])
         products.attention[:rows] = torch.from_numpy(rng.standard_normal(products.attention[:rows].shape, np.float32))
     products.finish(rows)
     return made | {"logits": products.logits[:rows].clone()}

@@ -20,31 +20,54 @@ void ReadAhead::add(uint32_t owner, AheadJob job) {
   headgate::add(counters_.hints_dropped);
 }
 
+void ReadAhead::promote(uint32_t owner, AheadJob job) {
+  if (job.extents.empty()) return;
+  const size_t extents = job.extents.size();
+  try {
+    Hints& hints = hints_[owner];
+    hints.promoted.push_back(std::move(job));
+    hints.extents += extents;
+    for (; hints.extents > kPromotedMax; headgate::add(counters_.promotes_dropped)) pop_promoted(hints);
+  } catch (const std::bad_alloc&) {
+    headgate::add(counters_.hints_dropped);
+  }
+}
+
 bool ReadAhead::pump() {
-  uint32_t tried = 0;
-  for (; tried < kAtOnce && in_flight_ < depth_ && io_.room() > 0 && !hints_.empty(); ++tried) {
+  bool any = false;
+  for (uint32_t tried = 0; tried < kAtOnce && in_flight_ < depth_ && io_.room() > 0 && !hints_.empty(); ++tried) {
     auto next = hints_.upper_bound(last_owner_);
     if (next == hints_.end()) next = hints_.begin();
     last_owner_ = next->first;
-    if (next->second.jobs.empty()) {
+    if (next->second.empty()) {
       hints_.erase(next);
       continue;
     }
-    AheadJob& job = next->second.jobs.front();
-    uint32_t extent = job.extents[job.next++];
-    ExtentUse use{job.pack.get(), extent, kNoFrame, 0, 0, job.pack->extent_mask(extent), 0, false};
-    Frames::Ahead result = frames_.acquire_ahead(use, kWeight);
+    Hints& hints = next->second;
+    const bool promoted = !hints.promoted.empty() && !demanded();
+    if (!promoted && hints.jobs.empty()) continue;
+    any = true;
+    AheadJob& job = promoted ? hints.promoted.front() : hints.jobs.front();
+    const AheadExtent wanted = job.extents[job.next++];
+    ExtentUse use{job.pack.get(), wanted.extent, kNoFrame, 0, 0, wanted.blocks, 0, false};
+    Frames::Ahead result = frames_.acquire_ahead(use, promoted ? kPromotedWeight : kWeight);
     if (result == Frames::Ahead::kRead) in_flight_ += path_.read_ahead(use);
-    bool rest_is_colder = result == Frames::Ahead::kFull;  // than everything held
-    if (rest_is_colder || job.next == job.extents.size()) pop(next->second);
-    if (next->second.jobs.empty()) hints_.erase(next);
+    const bool rest_is_colder = result == Frames::Ahead::kFull;  // than everything held
+    if (rest_is_colder && promoted) headgate::add(counters_.promotes_dropped);
+    if (rest_is_colder || job.next == job.extents.size()) promoted ? pop_promoted(hints) : pop(hints);
+    if (hints.empty()) hints_.erase(next);
   }
-  return tried > 0;
+  return any;
 }
 
 void ReadAhead::pop(Hints& hints) {
   hints.bytes -= bytes_of(hints.jobs.front());
   hints.jobs.pop_front();
+}
+
+void ReadAhead::pop_promoted(Hints& hints) {
+  hints.extents -= hints.promoted.front().extents.size();
+  hints.promoted.pop_front();
 }
 
 void ReadAhead::landed(const Io& io, int error) {
@@ -60,6 +83,11 @@ bool ReadAhead::forget(const PackFile* pack, uint64_t& next_owner) {
   std::erase_if(hints.jobs, [&](const AheadJob& job) {
     if (job.pack.get() != pack) return false;
     hints.bytes -= bytes_of(job);
+    return true;
+  });
+  std::erase_if(hints.promoted, [&](const AheadJob& job) {
+    if (job.pack.get() != pack) return false;
+    hints.extents -= job.extents.size();
     return true;
   });
   return false;

@@ -12,9 +12,14 @@
 
 namespace headgate {
 
+struct AheadExtent {
+  uint32_t extent;
+  uint16_t blocks;  // of it, as bits
+};
+
 struct AheadJob {
   std::shared_ptr<PackFile> pack;
-  std::vector<uint32_t> extents;  // the most important first
+  std::vector<AheadExtent> extents;  // the most important first
   size_t next = 0;
 };
 
@@ -26,6 +31,9 @@ class ReadAhead {
 
   // Dropped and counted when the owner has hinted more than it may, or memory is missing.
   void add(uint32_t owner, AheadJob job);
+  // What a worker expects to want in its next steps: before all else, but only while the disk reads for nobody who
+  // waits; colder, and soon too late. So the oldest are dropped for the newest, and counted.
+  void promote(uint32_t owner, AheadJob job);
   // Queues a few reads, owner by owner; true if any.
   bool pump();
   void landed(const Io& io, int error);
@@ -39,14 +47,22 @@ class ReadAhead {
   static constexpr uint64_t kBytesMax = 4 << 20;  // per owner
   static constexpr size_t kJobsMax = 4096;        // per owner: all of them are forgotten at once
   static constexpr uint32_t kAtOnce = 8;
-  static constexpr uint8_t kWeight = 3;  // turns of the tier's order that an unused extent survives
+  static constexpr uint64_t kPromotedMax = 1024;  // extents, per owner; no job has more
+  // Turns of the tier's order that an unused extent survives.
+  static constexpr uint8_t kWeight = 3, kPromotedWeight = 1;
 
   struct Hints {
     std::deque<AheadJob> jobs;
     uint64_t bytes = 0;
+    std::deque<AheadJob> promoted;
+    uint64_t extents = 0;  // of these
+
+    bool empty() const { return jobs.empty() && promoted.empty(); }
   };
-  static uint64_t bytes_of(const AheadJob& job) { return sizeof job + job.extents.size() * sizeof(uint32_t); }
+  static uint64_t bytes_of(const AheadJob& job) { return sizeof job + job.extents.size() * sizeof(AheadExtent); }
+  bool demanded() const { return io_.depth() - io_.room() > in_flight_; }
   void pop(Hints& hints);
+  void pop_promoted(Hints& hints);
 
   Frames& frames_;
   GatherPath& path_;

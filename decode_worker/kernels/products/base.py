@@ -62,6 +62,10 @@ class Products(ABC):
         `speculate`: also `next_query`, the next layer's query from this layer's input (nothing at the last layer)."""
 
     @abstractmethod
+    def peek(self, layer: int, rows: int) -> None:
+        """`next_query`: the query of a layer further on, from the input of the one whose products were made last."""
+
+    @abstractmethod
     def finish(self, rows: int) -> None:
         """Ends the last layer from `attention`; then `logits`."""
 

@@ -46,6 +46,9 @@ class CpuProducts(Products):
     def layer(self, layer: int, rows: int, speculate: bool) -> None:
         self._native.layer(layer, rows, speculate)
 
+    def peek(self, layer: int, rows: int) -> None:
+        self._native.peek(layer, rows)
+
     def finish(self, rows: int) -> None:
         self._native.finish(rows)
 

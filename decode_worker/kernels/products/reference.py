@@ -38,6 +38,10 @@ class ReferenceProducts(Products):
             self.next_query[:rows] = self._model.query(layer + 1, x, at)
 
     @torch.inference_mode()
+    def peek(self, layer: int, rows: int) -> None:
+        self.next_query[:rows] = self._model.query(layer, self._x[:rows], self.positions[:rows])
+
+    @torch.inference_mode()
     def finish(self, rows: int) -> None:
         self._end(self._model.config.layers - 1, rows)
         self.logits[:rows] = self._model.logits(self._x[:rows])

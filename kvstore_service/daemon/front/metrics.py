@@ -66,7 +66,7 @@ COUNTERS = {
     "packs_evicted_room": "packs removed by the daemon itself, for others",
     "pulls_late": "workers that did not read in time what their tickets were answered with; their rings are poisoned",
     "portions": "plans made for runs, a run being copied portion by portion",
-    "promotes_dropped": "hints to read ahead that were not followed",
+    "promotes_dropped": "hints of decode steps (PROMOTE) that were not followed: too old, or colder than all that is held",
     "records_copied": "records copied into windows",
     "records_pulled": "records that workers were told to read in the DRAM tier",
     "reserve_exists": "reservations that found the pack committed already",
@@ -84,7 +84,7 @@ COUNTERS = {
     "uploads_expired": "uploads aborted because their worker had made no progress",
     "uses_lost": "uses of packs that a full disk did not let be kept; eviction goes by the others",
     "wakes": "times that a copy thread woke a worker",
-    "warm_bytes": "bytes read ahead by importance hints, part of nvme_read_bytes",
+    "warm_bytes": "bytes read ahead by hints of importance and of decode steps, part of nvme_read_bytes",
     "worker_faults": "unexpected exceptions in copy threads; those of a ring cost its worker its registration",
 }
 LIMITS = {

@@ -115,8 +115,8 @@ def alloc_shim_count() -> int:
 
 class TierPolicy:
     """One of TIER_POLICIES by itself. A frame is among its owner's, and, unless that one is alone, among everybody's
-    (owner -1); each is a domain that a victim is chosen in. INVALID_ARGUMENT for another name, and for what is done to a
-    frame that was not admitted."""
+    (owner -1); each is a domain that a victim is chosen in. INVALID_ARGUMENT for another name, and for a frame
+    that was not admitted."""
 
     def __init__(self, name: str, frames: int) -> None: ...
     def admit(self, frame: int, key: int, weight: int = 0, owner: int = 0, alone: bool = False) -> None:
@@ -125,8 +125,8 @@ class TierPolicy:
     def weigh(self, frame: int, weight: int) -> None: ...
     def remove(self, frame: int) -> None: ...
     def victim(self, owner: int = -1, pinned: Sequence[int] = (), looks: int = 1024) -> int | None:
-        """For a read that somebody waits for: wears down uses and weights. After `looks` the frame last passed over goes.
-        None also after 1024 looks at pinned ones; the next call looks behind them."""
+        """For a read that somebody waits for: wears down uses and weights. After `looks` the frame last passed over
+        goes. None also after 1024 looks at pinned ones; the next call looks behind them."""
     def coldest(self, owner: int = -1, pinned: Sequence[int] = ()) -> int | None:
         """For a read ahead: only a frame without use and weight, and nothing wears down."""
 

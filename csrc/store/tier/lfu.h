@@ -11,8 +11,8 @@ namespace headgate {
 // Counts fade by rounds, an owner's own: as many of its uses, and frames taken by anybody, as there are frames. So what
 // a neighbour uses fades nothing, and what it reads, at the cost of its share of the disk, no more than others' reads.
 //
-// A use leaves a mark, a byte that is likely to be cached. Marks are counted, as uses of that moment, when their frame is
-// looked at or leaves: once in a round or so, as long as one use in eight is a miss.
+// A use leaves a mark, a byte that is likely to be cached. Marks are counted, as uses of that moment, when their frame
+// is looked at or leaves: once in a round or so, as long as one use in eight is a miss.
 class Lfu final : public Queues {
  public:
   explicit Lfu(uint32_t frames);

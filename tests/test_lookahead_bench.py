@@ -11,7 +11,7 @@ CASES = ("off", "next", "2")
 
 
 def test_every_case_has_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = lookahead.Settings(CASES, shape=SMALL, tokens=2048, budget=0.1, steps=4, rounds=2)
+    settings = lookahead.Settings(CASES, dram=0.5, shape=SMALL, tokens=8192, budget=0.1, steps=4, rounds=2)
     shown = {figure["name"]: figure for figure in printed(lookahead.measure(settings), capsys)}
     for part in ("", "in_dram."):
         for case in CASES:

@@ -108,6 +108,18 @@ struct HeadState {
 enum class StepFault : int32_t { kNone = 0, kTailFull = -1, kNotPosted = -2 };
 
 // decode_worker/policy/counters.py names them.
-enum class Counter : int { kSteps, kLookups, kHits, kForced, kMoved, kStale, kCleared, kErrors, kHinted, kHintsDropped, kCount };
+enum class Counter : int {
+  kSteps,
+  kLookups,
+  kHits,
+  kForced,
+  kMoved,
+  kStale,
+  kCleared,
+  kErrors,
+  kHinted,
+  kHintsDropped,
+  kCount
+};
 
 }  // namespace headgate

@@ -205,7 +205,7 @@ void DataPlane::warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner)
       if (hot == 0) continue;
       uint32_t first = job.pack->segment_block(0, s / kind.lanes, s % kind.lanes);
       uint32_t extent = first / h.extent_blocks + rank;
-      if (extent <= (first + (hot - 1) / per_block) / h.extent_blocks) 
+      if (extent <= (first + (hot - 1) / per_block) / h.extent_blocks)
         job.extents.push_back({extent, job.pack->extent_mask(extent)});
     }
   }

@@ -66,7 +66,7 @@ COUNTERS = {
     "packs_evicted_room": "packs removed by the daemon itself, for others",
     "pulls_late": "workers that did not read in time what their tickets were answered with; their rings are poisoned",
     "portions": "plans made for runs, a run being copied portion by portion",
-    "promotes_dropped": "hints of decode steps (PROMOTE) that were not followed: too old, or colder than all that is held",
+    "promotes_dropped": "hints of decode steps that were not followed: too old, or colder than what is held",
     "records_copied": "records copied into windows",
     "records_pulled": "records that workers were told to read in the DRAM tier",
     "reserve_exists": "reservations that found the pack committed already",

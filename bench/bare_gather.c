@@ -1,5 +1,6 @@
-// The floor that gathers are compared with: threads that copy random records from huge pages to a window and do nothing
-// else. Usage: bare_gather THREADS SOURCE_MIB RECORD_BYTES RECORDS ROUNDS   prints GB/s of all threads together
+// The floor that gathers are compared with: threads that copy random records of a lane to its window, both in huge
+// pages, and do nothing else. A round is a lane. Usage: bare_gather THREADS LANES LANE_RECORDS RECORD_BYTES RECORDS
+// ROUNDS   prints GB/s of all threads together
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -11,7 +12,7 @@
 
 enum { AHEAD = 16, HUGE_PAGE = 2 << 20 };
 
-static size_t source_bytes, record_bytes, records, rounds;
+static size_t lanes, lane_records, record_bytes, records, rounds;
 static uint8_t* source;
 static pthread_barrier_t begin;
 
@@ -44,21 +45,24 @@ static int by_value(const void* a, const void* b) {
 static void* gather(void* argument) {
   struct copier* self = argument;
   uint64_t state = 88172645463325252ull + self->number;
-  uint8_t* window = memory(records * record_bytes);
+  uint8_t* windows = memory(lanes * records * record_bytes);
   uint32_t* wanted = malloc(rounds * records * sizeof *wanted);
   for (size_t i = 0; i < rounds * records; ++i) {
     state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-    wanted[i] = (uint32_t)(state % (source_bytes / record_bytes));
+    wanted[i] = (uint32_t)(state % lane_records);
   }
   for (size_t round = 0; round < rounds; ++round) qsort(wanted + round * records, records, sizeof *wanted, by_value);
   pthread_barrier_wait(&begin);
   self->began = now();
   for (size_t round = 0; round < rounds; ++round) {
     const uint32_t* at = wanted + round * records;
+    const size_t lane = round * 5 % lanes;
+    const uint8_t* from = source + lane * lane_records * record_bytes;
+    uint8_t* window = windows + lane * records * record_bytes;
     for (size_t i = 0; i < records; ++i) {
-      const uint8_t* next = source + at[i + AHEAD < records ? i + AHEAD : i] * record_bytes;
-      for (size_t line = 0; line < record_bytes; line += 64) __builtin_prefetch(next + line, 0, 2);
-      memcpy(window + i * record_bytes, source + at[i] * record_bytes, record_bytes);
+      const uint8_t* next = from + at[i + AHEAD < records ? i + AHEAD : i] * record_bytes;
+      for (size_t line = 0; line < record_bytes; line += 64) __builtin_prefetch(next + line, 0, 3);
+      memcpy(window + i * record_bytes, from + at[i] * record_bytes, record_bytes);
     }
     __asm__ volatile("" ::: "memory");
   }
@@ -67,11 +71,11 @@ static void* gather(void* argument) {
 }
 
 int main(int argc, char** argv) {
-  if (argc != 6) return 2;
+  if (argc != 7) return 2;
   size_t threads = strtoul(argv[1], NULL, 10);
-  source_bytes = strtoul(argv[2], NULL, 10) << 20, record_bytes = strtoul(argv[3], NULL, 10);
-  records = strtoul(argv[4], NULL, 10), rounds = strtoul(argv[5], NULL, 10);
-  source = memory(source_bytes);
+  lanes = strtoul(argv[2], NULL, 10), lane_records = strtoul(argv[3], NULL, 10);
+  record_bytes = strtoul(argv[4], NULL, 10), records = strtoul(argv[5], NULL, 10), rounds = strtoul(argv[6], NULL, 10);
+  source = memory(lanes * lane_records * record_bytes);
   struct copier copiers[64] = {0};
   if (threads < 1 || threads > 64) return 2;
   pthread_barrier_init(&begin, NULL, (unsigned)threads);

@@ -117,8 +117,8 @@ def _gather(settings: Settings) -> list[Figure]:
 
 
 def _bare_gb_per_s(program: Path, threads: int, settings: Settings) -> float:
-    source_mib = gather.LAYERS * gather.LANES * settings.gather_tokens * RECORD_BYTES >> 20
-    numbers = (threads, max(1, source_mib), RECORD_BYTES, settings.gather_records, settings.gather_tickets)
+    lanes = gather.LAYERS * gather.LANES
+    numbers = (threads, lanes, settings.gather_tokens, RECORD_BYTES, settings.gather_records, settings.gather_tickets)
     done = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     return float(done.stdout)
 

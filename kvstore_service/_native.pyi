@@ -144,6 +144,12 @@ class FairRounds:
     def charge(self, leaf: int, bytes: int) -> None: ...
     def next(self) -> int: ...
 
+class Moves:
+    """When a copy thread leaves its worker's core, by itself."""
+
+    def move(self, now_ns: int) -> bool:
+        """It is in the way: whether it moves now."""
+
 DISK_COST: tuple[float, float, float]
 """Microseconds of a busy disk for a request, a KiB of it, and each piece of memory beyond its first: defaults."""
 

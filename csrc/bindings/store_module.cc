@@ -18,6 +18,7 @@
 #include "core/pull.h"
 #include "store/crc32c.h"
 #include "store/data_plane.h"
+#include "store/moves.h"
 #include "store/schedule.h"
 #include "store/tier/policy.h"
 #include "store/tier/replay.h"
@@ -364,6 +365,7 @@ void bind_policy(nb::module_& m) {
           "charge", [](FairRounds& r, uint32_t leaf, uint64_t bytes) { r.leaf(leaf).charge(bytes); }, "leaf"_a,
           "bytes"_a)
       .def("next", &FairRounds::next);
+  nb::class_<Moves>(m, "Moves").def(nb::init<>()).def("move", &Moves::move, "now_ns"_a);
   nb::class_<TierPolicy>(m, "TierPolicy")
       .def(nb::init<const std::string&, uint32_t>(), "name"_a, "frames"_a)
       .def("admit", &TierPolicy::admit, "frame"_a, "key"_a, "weight"_a = 0, "owner"_a = 0, "alone"_a = false)

@@ -17,10 +17,10 @@ constexpr uint64_t kNapNs = 50 * kMicrosecond;        // while reads are in flig
 constexpr uint64_t kPollNs = 20 * kMicrosecond;       // while a device steps, which cannot wake this thread
 constexpr uint64_t kPullNs = 1'000 * kMicrosecond;    // while frames wait for a device to have read them
 constexpr uint64_t kSleepNs = 50'000 * kMicrosecond;  // while idle: then a heartbeat
-constexpr uint64_t kMoveNs = 100'000 * kMicrosecond;  // between two moves to another core
 constexpr uint64_t kDrainNapNs = 1'000 * kMicrosecond;
 constexpr uint64_t kDrainNs = 3'000'000 * kMicrosecond;  // a disk that hangs does not keep the daemon from ending
 constexpr uint64_t kCommandsNs = 50 * kMicrosecond;      // then workers are served
+constexpr size_t kLooks = 16;                            // at rings, between two looks at the time
 constexpr auto kCallDeadline = std::chrono::seconds(5);
 
 }  // namespace
@@ -103,7 +103,8 @@ void CopyEngine::wait_for_work(bool worked) {
     timespec nap = to_timespec(kNapNs / 2);  // for frames, mostly
     nanosleep(&nap, nullptr);
   } else if (now - last_work_ns_ < options_.spin_us * kMicrosecond && !in_the_way(now)) {
-    cpu_relax();
+    const size_t rings = std::max<size_t>(1, service_.rings().size());
+    for (size_t looks = 0; looks < kLooks && !anything_to_take(); looks += rings) cpu_relax();
   } else {
     sleep();
   }
@@ -114,9 +115,7 @@ void CopyEngine::wait_for_work(bool worked) {
 bool CopyEngine::in_the_way(uint64_t now) {
   const uint32_t cpu = this_cpu();
   if (cpu == 0 || cpu != service_.worker_cpu()) return false;
-  if (now - last_move_ns_ < kMoveNs) return true;
-  last_move_ns_ = now;
-  return !move_from(cpu - 1);
+  return !moves_.move(now) || !move_from(cpu - 1);
 }
 
 // To another core that this thread may run on; afterwards the scheduler decides again.

@@ -11,6 +11,7 @@
 #include <span>
 #include <thread>
 
+#include "store/moves.h"
 #include "store/ring_service.h"
 
 namespace headgate {
@@ -72,7 +73,8 @@ class CopyEngine {
   const EngineOptions options_;
   Counters& counters_;
   RingService service_;
-  uint64_t last_work_ns_ = 0, last_move_ns_ = 0;
+  uint64_t last_work_ns_ = 0;
+  Moves moves_;
 
   mutable std::mutex mutex_;
   std::condition_variable call_done_;

@@ -1,5 +1,6 @@
 #include "store/gather.h"
 
+#include <algorithm>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -9,6 +10,8 @@
 namespace headgate {
 namespace {
 
+size_t asked_ahead(uint32_t bytes) { return std::max(1u, kAskedBytes / bytes); }
+
 #if defined(__x86_64__)
 
 // kBytes: of a record, where the compiler knows it; otherwise 0. kStream: past the caches, for `to` aligned to a line:
@@ -17,7 +20,9 @@ template <bool kStream, uint32_t kBytes>
 __attribute__((target("avx512f"))) void copy_avx512(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
                                                     size_t count, uint32_t bytes) {
   const uint32_t end = kBytes > 0 ? kBytes : bytes;
+  const size_t ahead = asked_ahead(end);
   for (size_t i = 0; i < count; ++i) {
+    if (i + ahead < count) prefetch_record(from[i + ahead], end);
     const uint8_t* record = from[i];
     uint8_t* place = base + to[i];
 #pragma GCC unroll 8
@@ -36,7 +41,9 @@ template <bool kStream, uint32_t kBytes>
 __attribute__((target("avx2"))) void copy_avx2(const uint8_t* const* from, uint8_t* base, const uint64_t* to,
                                                size_t count, uint32_t bytes) {
   const uint32_t end = kBytes > 0 ? kBytes : bytes;
+  const size_t ahead = asked_ahead(end);
   for (size_t i = 0; i < count; ++i) {
+    if (i + ahead < count) prefetch_record(from[i + ahead], end);
     const uint8_t* record = from[i];
     uint8_t* place = base + to[i];
 #pragma GCC unroll 16
@@ -81,6 +88,7 @@ const Copies copies = best_copies();
 void copy_records(const uint8_t* const* from, uint8_t* base, const uint64_t* to, size_t count, uint32_t bytes,
                   bool past_caches) {
   if (count == 0) return;
+  for (size_t i = 0; i < std::min(asked_ahead(bytes), count); ++i) prefetch_record(from[i], bytes);
   const bool aligned = reinterpret_cast<uintptr_t>(base + to[0]) % kLineBytes == 0;  // then all are: whole lines
   (bytes == 512 ? copies.of_512 : copies.any)[aligned && past_caches](from, base, to, count, bytes);
 }

@@ -4,8 +4,8 @@
 #include <bit>
 
 #include "ring/futex.h"
+#include "store/gather.h"
 #include "store/record_locator.h"
-#include "store/record_pipe.h"
 
 namespace headgate {
 namespace {
@@ -15,8 +15,8 @@ constexpr uint32_t kStepBytes = 128 << 10;
 constexpr uint32_t kStepRecordsMin = 16;
 // A window whose pages were never touched costs a page fault per record: then a step ends by time.
 constexpr uint64_t kStepNs = 20'000;
-constexpr uint32_t kAskedFirst = 16;   // records that memory is asked for while the others are found
 constexpr uint32_t kLookRecords = 64;  // between two looks at the time
+constexpr uint32_t kReachMore = 8;     // that a step may find, when the last one had time for all
 
 // A portion that has to be read bounds what one run pins and plans; many reads at once keep the disk busy.
 constexpr uint32_t kPortionExtents = 256;
@@ -26,8 +26,8 @@ constexpr uint64_t kPortionBytesMax =
     kPortionExtents * sizeof(ExtentUse) + kPortionRecords * (sizeof(uint16_t) + sizeof(uint32_t));
 constexpr uint32_t kFramesWorthPlanning = 8;
 
-// A smaller run is still in a cache when attention reads it.
-constexpr uint64_t kCachedBytes = 1 << 20;
+// A smaller run is still in a cache when attention reads it; stores through the caches are the faster ones anyway.
+constexpr uint64_t kCachedBytes = 16 << 20;
 
 // Planning costs about as much as copying this much per record.
 constexpr uint64_t kPlanCost = 64;
@@ -115,7 +115,7 @@ Need GatherPath::step(RunTask& t, bool may_read, uint64_t& cost) {
 
 // Serves from frames what one step can copy: nothing is kept beyond it.
 Need GatherPath::serve_hot(RunTask& t, uint64_t& cost) {
-  const uint32_t records = std::min(t.total - t.cursor, step_records(t.binding().record_bytes()));
+  const uint32_t records = std::min(t.total - t.cursor, reach(t));
   if (!copy_pairs(t, t.cursor, records)) return Need::kNothing;
   const uint32_t begun = t.cursor;
   add(counters_.portions);
@@ -145,60 +145,76 @@ Need GatherPath::serve_hot(RunTask& t, uint64_t& cost) {
 uint32_t GatherPath::copy_hot(RunTask& t, uint32_t records, uint64_t& cost) {
   const Binding& binding = t.binding();
   const uint32_t bytes = binding.record_bytes();
-  const uint64_t lane = binding.window(t.layer, t.run.lane).offset, now = now_ns(), end_ns = now + kStepNs;
+  const uint64_t lane = binding.window(t.layer, t.run.lane).offset, now = now_ns();
   t.spent.turn(Wait::kCopy, now);
-  const bool paired = t.op == Op::kGather;
   Worker& worker = t.shard->worker;
-  PullWindow* const pull = paired && t.ring->consumer->device() ? worker.pull : nullptr;
+  PullWindow* const pull = t.op == Op::kGather && t.ring->consumer->device() ? worker.pull : nullptr;
   if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = now;
   t.shard->unfenced = true;
   RecordLocator locate(binding, t.layer, t.run.lane, frames_.extent_blocks());
+  const Pair* const pairs = pairs_.data();
+  const uint8_t** const from = from_.data();
+  uint64_t* const to = to_.data();
+  ExtentRecords in{};
   ExtentUse* use = nullptr;
   const uint8_t* frame = nullptr;
   uint16_t valid = 0;
   uint32_t i = 0, found = 0, pulled = 0;
   for (; i < records; ++i) {
-    const RecordPlace at = locate(paired ? pairs_[i].record : t.run.first_pair + t.cursor + i);
-    if (!use || use->extent != at.extent || use->pack != at.pack) {
+    const uint32_t record = pairs[i].record;
+    if (!in.has(record)) {
       if (plan_.uses.size() == kPortionExtents) break;
-      ExtentUse next{at.pack, at.extent, kNoFrame, i, 0, 0, 0, true, false};
+      in = locate.extent_of(record);
+      ExtentUse next{in.pack, in.extent, kNoFrame, i, 0, 0, 0, true, false};
       t.cold = !frames_.hold(next);
       if (t.cold) break;
       use = &plan_.uses.emplace_back(next);
       frame = frames_.address(use->frame);
       valid = frames_.valid(use->frame);
     }
+    const RecordPlace at = locate.place(in, record);
     t.cold = (valid >> at.block & 1) == 0;
     if (t.cold) break;
     if (use->count == 0 && pull && worker.arena->has(use->frame))
       use->kept = t.ring->pulled.keep(t.ticket->seq, use->frame);
     use->wanted |= uint16_t(1u << at.block);
     ++use->count;
-    const uint64_t place = lane + uint64_t{paired ? pairs_[i].place : uint32_t(t.run.arg) + t.cursor + i} * bytes;
+    const uint64_t place = lane + uint64_t{pairs[i].place} * bytes;
     if (use->kept) {
       const uint64_t line = worker.arena->offset(use->frame) + at.offset;
       pull->name(&place, &line, 1);
       ++pulled;
     } else {
-      if (found < kAskedFirst) prefetch_record(frame + at.offset, bytes);
-      from_[found] = frame + at.offset;
-      to_[found++] = place;
+      if (found * bytes < kAskedBytes) prefetch_record(frame + at.offset, bytes);
+      from[found] = frame + at.offset;
+      to[found++] = place;
     }
   }
   if (pulled > 0) frames_.keep(plan_.uses);
   cost += i * kPlanCost;
   shim::dawdle();
-  RecordPipe pipe(*worker.window, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
-  uint32_t copied = 0;
-  for (; copied < found; ++copied) {
-    if (copied % kLookRecords == 0 && copied > 0 && pulled == 0 && now_ns() >= end_ns) break;
-    pipe.put(from_[copied], to_[copied]);
-  }
-  pipe.finish();
+  const uint32_t copied = deliver(t, found, pulled > 0 ? UINT64_MAX : now + kStepNs);
   count(t, copied, pulled, cost);
   if (copied == found) return i;
   t.cold = false;  // nobody knows yet: there is more before that
   return copied;
+}
+
+// Records that the run's next step may find. Of one that took too long for all it had found the others are found again.
+uint32_t GatherPath::reach(const RunTask& t) { return std::min(t.reach, step_records(t.binding().record_bytes())); }
+
+// Delivers the records that were found, or some of them if that takes longer; returns how many.
+uint32_t GatherPath::deliver(RunTask& t, uint32_t found, uint64_t end_ns) {
+  const uint32_t bytes = t.binding().record_bytes();
+  const bool past_caches = t.total * uint64_t{bytes} >= kCachedBytes;
+  uint32_t done = 0;
+  while (done < found && (done == 0 || now_ns() < end_ns)) {
+    const uint32_t count = std::min(kLookRecords, found - done);
+    t.shard->worker.window->deliver(&from_[done], &to_[done], count, bytes, past_caches);
+    done += count;
+  }
+  t.reach = done < found ? done : reach(t) + kReachMore;
+  return done;
 }
 
 void GatherPath::count(const RunTask& t, uint32_t copied, uint32_t pulled, uint64_t& cost) {
@@ -253,12 +269,17 @@ size_t GatherPath::pin(RunTask& t, uint32_t from, uint32_t room, uint64_t& cost)
   return pinned;
 }
 
-// Copies the records' descriptors out of shared memory and checks them. False: a pair is wrong. Records of earlier
+// Copies the records' descriptors out of shared memory and checks them, or makes those of a RANGE. False: a pair is
+// wrong. Records of earlier
 // portions may have reached their places by then, all within the worker's own lane, where nothing is read before the
 // run's cell says OK.
 bool GatherPath::copy_pairs(RunTask& t, uint32_t from, uint32_t records) {
-  if (t.op != Op::kGather) return true;
   const std::span<Pair> pairs(pairs_.data(), records);
+  if (t.op != Op::kGather) {
+    const uint32_t record = t.run.first_pair + from, place = uint32_t(t.run.arg) + from;
+    for (uint32_t i = 0; i < records; ++i) pairs[i] = {record + i, place + i};
+    return true;
+  }
   t.ring->consumer->copy_pairs(*t.ticket, t.run.first_pair + from, pairs);
   t.fault = validate(pairs, t.run, t.layer, t.binding());
   return t.fault == Fault::kNone;
@@ -268,23 +289,25 @@ bool GatherPath::copy_pairs(RunTask& t, uint32_t from, uint32_t records) {
 bool GatherPath::plan(RunTask& t, uint32_t from, uint32_t records, size_t extents) {
   if (!copy_pairs(t, from, records)) return false;
   add(counters_.portions);
-  const bool paired = t.op == Op::kGather;
   RecordLocator locate(t.binding(), t.layer, t.run.lane, frames_.extent_blocks());
   plan_.uses.clear();
   plan_.offsets.resize(records);
   plan_.places.resize(records);
   plan_.next_read = plan_.next_use = plan_.copied = 0;
+  ExtentRecords in{};
   uint32_t i = 0;
   for (; i < records; ++i) {
-    const RecordPlace at = locate(paired ? pairs_[i].record : t.run.first_pair + from + i);
-    if (plan_.uses.empty() || plan_.uses.back().extent != at.extent || plan_.uses.back().pack != at.pack) {
+    const auto [record, place] = pairs_[i];
+    if (!in.has(record)) {
       if (plan_.uses.size() == extents) break;
-      plan_.uses.push_back({at.pack, at.extent, kNoFrame, i, 0, 0, 0, false, false});
+      in = locate.extent_of(record);
+      plan_.uses.push_back({in.pack, in.extent, kNoFrame, i, 0, 0, 0, false, false});
     }
+    const RecordPlace at = locate.place(in, record);
     plan_.uses.back().wanted |= uint16_t(1u << at.block);
     ++plan_.uses.back().count;
     plan_.offsets[i] = uint16_t(at.offset);
-    plan_.places[i] = paired ? pairs_[i].place : uint32_t(t.run.arg) + from + i;
+    plan_.places[i] = place;
   }
   plan_.offsets.resize(i);
   plan_.places.resize(i);
@@ -535,32 +558,32 @@ void GatherPath::flush_landings() {
 void GatherPath::deliver_some(RunTask& t, Portion& p, uint64_t& cost) {
   const Binding& binding = t.binding();
   const uint32_t bytes = binding.record_bytes();
-  const uint64_t lane = binding.window(t.layer, t.run.lane).offset, now = now_ns(), end_ns = now + kStepNs;
+  const uint64_t lane = binding.window(t.layer, t.run.lane).offset, now = now_ns();
   t.spent.turn(Wait::kCopy, now);
   Worker& worker = t.shard->worker;
   PullWindow* const pull = t.op == Op::kGather && t.ring->consumer->device() ? worker.pull : nullptr;
   if (t.ticket->first_copy_ns == 0) t.ticket->first_copy_ns = now;
   t.shard->unfenced = true;
-  RecordPipe pipe(*worker.window, bytes, t.total * uint64_t{bytes} >= kCachedBytes);
-  const uint32_t limit = step_records(bytes);
-  uint32_t i = 0, pulled = 0;
-  for (; i < limit && p.next_use < p.uses.size(); ++i) {
-    if (i % kLookRecords == 0 && i > 0 && now_ns() >= end_ns) break;
-    ExtentUse& use = p.uses[p.next_use];
-    if (pull && p.copied == 0 && worker.arena->has(use.frame)) use.kept = t.ring->pulled.keep(t.ticket->seq, use.frame);
-    const uint32_t record = use.first + p.copied;
+  const uint32_t limit = reach(t);
+  uint32_t found = 0, pulled = 0, of_use = p.copied;
+  for (size_t next = p.next_use; found + pulled < limit && next < p.uses.size();) {
+    ExtentUse& use = p.uses[next];
+    if (pull && of_use == 0 && worker.arena->has(use.frame)) use.kept = t.ring->pulled.keep(t.ticket->seq, use.frame);
+    const uint32_t record = use.first + of_use;
     const uint64_t place = lane + uint64_t{p.places[record]} * bytes;
     if (use.kept) {
       const uint64_t line = worker.arena->offset(use.frame) + p.offsets[record];
       pull->name(&place, &line, 1);
       ++pulled;
     } else {
-      pipe.put(frames_.address(use.frame) + p.offsets[record], place);
+      from_[found] = frames_.address(use.frame) + p.offsets[record];
+      to_[found++] = place;
     }
-    if (++p.copied == use.count) ++p.next_use, p.copied = 0;
+    if (++of_use == use.count) ++next, of_use = 0;
   }
-  pipe.finish();
-  count(t, i - pulled, pulled, cost);
+  const uint32_t copied = deliver(t, found, pulled > 0 ? UINT64_MAX : now + kStepNs);
+  p.advance(copied + pulled);
+  count(t, copied, pulled, cost);
 }
 
 }  // namespace headgate

@@ -57,6 +57,8 @@ class GatherPath {
  private:
   Need serve_hot(RunTask& t, uint64_t& cost);
   uint32_t copy_hot(RunTask& t, uint32_t records, uint64_t& cost);
+  static uint32_t reach(const RunTask& t);
+  uint32_t deliver(RunTask& t, uint32_t found, uint64_t end_ns);
   Need begin_cold(RunTask& t, bool may_read, uint64_t& cost);
   bool roll(RunTask& t, bool may_read, uint64_t& cost);
   size_t pin(RunTask& t, uint32_t from, uint32_t room, uint64_t& cost);
@@ -82,7 +84,7 @@ class GatherPath {
   uint64_t plan_bytes_ = 0;
   std::vector<Landing> landings_;
   std::vector<Pair> pairs_;
-  std::vector<const uint8_t*> from_;  // of a hot step's records
+  std::vector<const uint8_t*> from_;  // of a step's records
   std::vector<uint64_t> to_;
   std::vector<uint32_t> used_;  // frames of hot runs that the policy has not been told of
 };

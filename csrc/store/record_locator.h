@@ -1,6 +1,7 @@
 // Where the records of one lane lie in their packs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/pack.h"
@@ -18,9 +19,17 @@ class Divider {
   uint64_t reciprocal_;
 };
 
-struct RecordPlace {
+// Records of the lane that lie in one extent, from the binding's record `first` on.
+struct ExtentRecords {
   PackFile* pack;
   uint32_t extent;
+  uint32_t first, count;
+  uint32_t block;  // of the extent, where the first one lies
+
+  bool has(uint32_t record) const { return record - first < count; }
+};
+
+struct RecordPlace {
   uint32_t block;   // of the extent
   uint32_t offset;  // in the extent, bytes
 };
@@ -38,19 +47,25 @@ class RecordLocator {
         per_block_(per_block_count_),
         per_extent_(extent_blocks) {}
 
-  RecordPlace operator()(uint32_t record) {
+  // Those in the record's extent.
+  ExtentRecords extent_of(uint32_t record) {
     if (record < origin_.first || record >= origin_.end) {
       origin_ = binding_.origin(record);
       pack_ = &binding_.pack(origin_.pack);
       segment_block_ = pack_->segment_block(0, layer_, lane_);
     }
-    const uint32_t index = record - origin_.first;
-    const uint32_t block_in_segment = per_block_(index);
-    const uint32_t block = segment_block_ + block_in_segment;
-    const uint32_t extent = per_extent_(block);
-    const uint32_t block_in_extent = block - extent * extent_blocks_;
-    const uint32_t offset = (index - block_in_segment * per_block_count_) * record_bytes_;
-    return {pack_, extent, block_in_extent, uint32_t(block_in_extent * kBlockBytes) + offset};
+    const uint32_t extent = per_extent_(segment_block_ + per_block_(record - origin_.first));
+    const uint32_t block = std::max(extent * extent_blocks_, segment_block_);
+    const uint32_t first = origin_.first + (block - segment_block_) * per_block_count_;
+    const uint32_t end = origin_.first + ((extent + 1) * extent_blocks_ - segment_block_) * per_block_count_;
+    return {pack_, extent, first, std::min(end, origin_.end) - first, block - extent * extent_blocks_};
+  }
+
+  // Of one of them.
+  RecordPlace place(const ExtentRecords& in, uint32_t record) const {
+    const uint32_t index = record - in.first, block = per_block_(index);
+    return {in.block + block,
+            (in.block + block) * uint32_t(kBlockBytes) + (index - block * per_block_count_) * record_bytes_};
   }
 
  private:

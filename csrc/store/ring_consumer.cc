@@ -53,7 +53,7 @@ bool RingConsumer::ready() const {
          as_atomic(ticket_at(next_).seq).load(std::memory_order_acquire) == next_;
 }
 
-TakenTicket* RingConsumer::take() {
+TakenTicket* RingConsumer::take(uint64_t now) {
   if (!ready()) return nullptr;
   Ticket copy;
   std::memcpy(&copy, &ticket_at(next_), sizeof copy);
@@ -70,7 +70,7 @@ TakenTicket* RingConsumer::take() {
   t.first_run = copy.first_run;
   t.run_count = t.remaining = copy.run_count;
   t.records_left = t.op == Op::kRange ? kPairsMax : layout_.g.pairs_max;
-  t.seen_ns = now_ns();
+  t.seen_ns = now;
   ++next_;
   if (copy.run_count == 0) advance_consumed();
   return &t;

@@ -46,7 +46,7 @@ class RingConsumer {
   // Whether the next ticket is there and may be taken.
   bool ready() const;
   // Copies the next ticket out, or returns null. A ticket that no producer could have built poisons the ring.
-  TakenTicket* take();
+  TakenTicket* take(uint64_t now);
   // The oldest ticket taken with runs that have not begun, or null.
   TakenTicket* to_begin();
   // The ticket in flight with this sequence, or null.

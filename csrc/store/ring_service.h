@@ -61,6 +61,9 @@ class RingService {
   uint64_t runs_in_flight() const;
 
  private:
+  static constexpr uint64_t kGiveUpNs = 25'000;  // runs given up at once
+  static constexpr size_t kUnpinAtOnce = 256;    // frames that a worker has read
+
   bool look(size_t count);
   void notice_changes();
   void serve_ring(RingWork& ring);
@@ -89,6 +92,8 @@ class RingService {
   bool give_up_late(RingWork& ring, uint64_t end_ns);
   Shard& shard_of(const Worker& worker) const { return *worker.shards[thread_]; }
   bool hear_released(RingWork& ring);
+
+  // ring_workers.cc
   void join(const std::shared_ptr<Worker>& worker);
   void close(Shard& shard);
   bool end_runs(Shard& shard);

@@ -1,6 +1,7 @@
 // One run in the hands of a copy thread, from the copy of its descriptor to its cell.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -26,6 +27,14 @@ struct Portion {
   bool singly = false;            // a read of several blocks failed: each wanted one is read alone
 
   bool claimed() const { return next_read == uses.size(); }
+  // So many more records have been copied.
+  void advance(uint32_t records) {
+    for (uint32_t n; records > 0; records -= n) {
+      n = std::min(records, uses[next_use].count - copied);
+      copied += n;
+      if (copied == uses[next_use].count) ++next_use, copied = 0;
+    }
+  }
 };
 
 class TaskList;
@@ -48,6 +57,7 @@ struct RunTask {
 
   // GATHER, RANGE: records before the cursor are served, total in all
   uint32_t cursor, total;
+  uint32_t reach;                    // records that a step may find
   bool cold;                         // its next portion will have to be read
   std::unique_ptr<Portion> portion;  // [cursor, cursor + portion->places.size())
   std::unique_ptr<Portion> ahead;    // what follows that, read while it still is

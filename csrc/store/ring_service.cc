@@ -185,7 +185,7 @@ void RingService::notice_changes() {
 // One turn of a ring. A failure costs its run or its worker, never the thread.
 void RingService::serve_ring(RingWork& ring) {
   uint64_t cost = 0;
-  const uint64_t began_ns = now_;
+  const uint64_t began_ns = now_ = now_ns();
   answered_ = nullptr;
   try {
     if (ring.dead()) return close(ring.shard);

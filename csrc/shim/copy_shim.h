@@ -2,6 +2,7 @@
 // Included by store/faults.h only.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace headgate::shim {
@@ -57,20 +58,28 @@ class HeldRuns {
   bool hold(Task& t, uint64_t now_ns) {
     if (t.faults.delay_ns_ == 0) return false;
     t.faults.due_ns_ = now_ns + t.faults.delay_ns_;
+    next_due_ns_ = std::min(next_due_ns_, t.faults.due_ns_);
     list_.push_back(t);
     return true;
   }
   template <typename Ready>
   void let_go(uint64_t now_ns, Ready ready) {
+    if (now_ns < next_due_ns_) return;  // a look at thousands of them takes the whole of a slice
+    next_due_ns_ = UINT64_MAX;
     for (auto* t = list_.front(); t;) {
       auto* next = t->after;
-      if (t->faults.due_ns_ <= now_ns) ready(*t);
+      const uint64_t due_ns = t->faults.due_ns_;
+      if (due_ns <= now_ns)
+        ready(*t);
+      else
+        next_due_ns_ = std::min(next_due_ns_, due_ns);
       t = next;
     }
   }
 
  private:
   List list_;
+  uint64_t next_due_ns_ = UINT64_MAX;  // none is due before that
 };
 
 }  // namespace headgate::shim

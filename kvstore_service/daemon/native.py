@@ -7,9 +7,11 @@ from functools import lru_cache
 from kvstore_service import _native
 from kvstore_service._native import (
     ACCESS_FIELDS,
+    BLOCK_BYTES,
     DEVICE_WINDOW_KINDS,
     DISK_COST,
     PACK_TOKENS_MAX,
+    SAMPLED_EVERY,
     TIER_POLICIES,
     WINDOW_KINDS,
     DataPlane,
@@ -23,10 +25,12 @@ from kvstore_service.shared.types import BUILD_BYTES, NO_PARENT, Layout, StoreEr
 
 __all__ = [
     "ACCESS_FIELDS",
+    "BLOCK_BYTES",
     "DEVICE_WINDOW_KINDS",
     "DISK_COST",
     "PACK_TOKENS_MAX",
     "PULL",
+    "SAMPLED_EVERY",
     "TIER_POLICIES",
     "WINDOW_KINDS",
     "DataPlane",

@@ -333,7 +333,8 @@ void GatherPath::learn(const RunTask& t, std::span<const ExtentUse> uses) const 
       const ExtentUse& back = uses[same - 1];
       const std::span pairs(pairs_.data() + front.first, back.first + back.count - front.first);
       const uint32_t segment = t.layer * front.pack->header().kinds[0].lanes + t.run.lane;
-      samples->note(segment, uint32_t(t.ticket->seq), t.binding().origin(pairs.front().record).first, pairs);
+      samples->note(segment, uint32_t(t.ticket->seq << 16 | t.index), t.binding().origin(pairs.front().record).first,
+                    pairs);
     }
     uses = uses.subspan(same);
   }

@@ -34,11 +34,11 @@ RunSamples::RunSamples(std::atomic<uint64_t>& held, uint64_t bytes, uint32_t seg
       words_(bytes),
       runs_(std::make_unique<std::atomic<uint64_t>[]>(segments)) {}
 
-void RunSamples::note(uint32_t segment, uint32_t ticket, uint32_t first, std::span<const Pair> pairs) {
+void RunSamples::note(uint32_t segment, uint32_t number, uint32_t first, std::span<const Pair> pairs) {
   const uint64_t before = runs_[segment].load(kRelaxed);
-  const bool begins = before >> 32 == 0 || uint32_t(before) != ticket;
+  const bool begins = before >> 32 == 0 || uint32_t(before) != number;
   const uint32_t run = uint32_t(before >> 32) + begins;
-  if (begins) runs_[segment].store(uint64_t{run} << 32 | ticket, kRelaxed);
+  if (begins) runs_[segment].store(uint64_t{run} << 32 | number, kRelaxed);
   if (run % kEvery != 0) return;
   const uint64_t bit = uint64_t{1} << run / kEvery % kRuns;
   uint64_t* words = reinterpret_cast<uint64_t*>(words_.data()) + uint64_t{segment} * tokens_;

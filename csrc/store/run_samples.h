@@ -24,8 +24,8 @@ class RunSamples {
   ~RunSamples() { held_.fetch_sub(words_.bytes(), std::memory_order_relaxed); }
 
   // A run, or a portion of one, wants these records of a segment; the pack's first one is `first`. Portions of a run
-  // have its `ticket`, a number that the segment's run before did not have.
-  void note(uint32_t segment, uint32_t ticket, uint32_t first, std::span<const Pair> pairs);
+  // have one number, another one than the segment's run before.
+  void note(uint32_t segment, uint32_t number, uint32_t first, std::span<const Pair> pairs);
   // u64[segments, tokens].
   void copy(std::span<uint64_t> to) const;
 
@@ -35,7 +35,7 @@ class RunSamples {
   std::atomic<uint64_t>& held_;
   const uint32_t segments_, tokens_;
   const BlockBuffer words_;
-  const std::unique_ptr<std::atomic<uint64_t>[]> runs_;  // of each segment: how many << 32 | the last one's ticket
+  const std::unique_ptr<std::atomic<uint64_t>[]> runs_;  // of each segment: how many << 32 | the last one's number
 };
 
 }  // namespace headgate

@@ -17,7 +17,7 @@ PACK_TOKENS_MAX: int
 PACK_VERSION: int
 RING_VERSION: int
 SAMPLED_RUNS: int  # of a segment that `run_samples` knows
-SAMPLED_EVERY: int  # of so many runs one is
+SAMPLED_EVERY: int  # of so many runs one is, behind the first SAMPLED_RUNS
 WINDOW_KINDS: tuple[str, ...]  # the best one first
 TIER_POLICIES: tuple[str, ...]  # which frames of DRAM go; the best one first
 ACCESS_FIELDS: tuple[tuple[str, str], ...]  # of an access as `drain_accesses` has it, for numpy.dtype

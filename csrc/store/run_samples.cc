@@ -39,8 +39,8 @@ void RunSamples::note(uint32_t segment, uint32_t number, uint32_t first, std::sp
   const bool begins = before >> 32 == 0 || uint32_t(before) != number;
   const uint32_t run = uint32_t(before >> 32) + begins;
   if (begins) runs_[segment].store(uint64_t{run} << 32 | number, kRelaxed);
-  if (run % kEvery != 0) return;
-  const uint64_t bit = uint64_t{1} << run / kEvery % kRuns;
+  if (run > kRuns && run % kEvery != 0) return;
+  const uint64_t bit = uint64_t{1} << (run > kRuns ? run / kEvery : run) % kRuns;
   uint64_t* words = reinterpret_cast<uint64_t*>(words_.data()) + uint64_t{segment} * tokens_;
   for (uint32_t i = 0; begins && i < tokens_; ++i) {  // of the run that had this bit before
     const Word word(words[i]);

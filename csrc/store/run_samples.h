@@ -16,7 +16,7 @@ namespace headgate {
 class RunSamples {
  public:
   static constexpr uint32_t kRuns = 64;  // of a segment that are remembered
-  static constexpr uint32_t kEvery = 4;  // of so many runs one is
+  static constexpr uint32_t kEvery = 4;  // of so many runs one is, behind the first kRuns
 
   // Null if it would take `held` beyond `limit`, bytes, or there is no memory. What it takes is counted in `held`.
   static std::unique_ptr<RunSamples> within(uint64_t limit, std::atomic<uint64_t>& held, uint32_t segments,

@@ -56,7 +56,7 @@ def rewritten(rig, rng, pack, orders) -> Pack:
 
 @pytest.mark.parametrize("record_bytes", [64, 128, 192, 512, 1024, 4096])
 def test_a_rewritten_pack_has_every_record_where_the_order_says(directory, rng, record_bytes):
-    with Rig(directory, window_bytes=16 << 20) as rig:
+    with Rig(directory, window_bytes=48 << 20, staging_bytes=8 << 20) as rig:
         shape = {name: int(rng.integers(1, 4)) for name in ("layers", "lanes")}
         tokens = 256 * int(rng.integers(1, 5))
         pack = rig.make_pack(rng, record_bytes=record_bytes, tokens=tokens, **shape)
@@ -172,7 +172,7 @@ def gathers(rig, epoch, wanted, lane=0, layer=0):
 
 @pytest.mark.parametrize("dram_bytes", [4 << 20, 64 << 20])
 def test_samples_say_which_runs_wanted_each_record(directory, rng, dram_bytes):
-    """Of one in SAMPLED_EVERY, the latest of them, whether frames had them or the disk was read. Records of a run go
+    """The first ones, then one in SAMPLED_EVERY, whether frames had them or the disk was read. Records of a run go
     over two packs."""
     with Rig(directory, dram_bytes=dram_bytes, window_options=SAMPLES) as rig:
         packs = [rig.make_pack(rng, tokens=tokens) for tokens in (512, 256)]
@@ -183,8 +183,11 @@ def test_samples_say_which_runs_wanted_each_record(directory, rng, dram_bytes):
         wanted = [np.union1d(records, [3, 700]) for records in wanted]  # both packs, each time
         gathers(rig, epoch, wanted, lane=1, layer=1)
         expected = np.zeros(768, np.uint64)
-        for number, records in enumerate(wanted[SAMPLED_EVERY - 1 :: SAMPLED_EVERY], start=1):
-            bit = np.uint64(1) << np.uint64(number % SAMPLED_RUNS)
+        for number, records in enumerate(wanted, start=1):
+            if number > SAMPLED_RUNS and number % SAMPLED_EVERY:
+                continue
+            column = number // SAMPLED_EVERY if number > SAMPLED_RUNS else number
+            bit = np.uint64(1) << np.uint64(column % SAMPLED_RUNS)
             expected &= ~bit
             expected[records] |= bit
         found = [rig.plane.run_samples(pack.handle) for pack in packs]
@@ -214,6 +217,9 @@ def test_samples_take_no_more_memory_than_they_may(directory, rng):
         assert rig.plane.stats()["learning_bytes"] == one
         again = rig.plane.open_pack(str(packs[2].path), rig.owner)
         assert rig.plane.run_samples(again) is not None
+
+
+def test_without_memory_for_them_there_are_no_samples(directory, rng):
     with Rig(directory) as rig:
         assert rig.plane.run_samples(rig.make_pack(rng).handle) is None
 

@@ -13,7 +13,6 @@ import pytest
 from kvstore_service._proto.admin_service_pb2 import RetierResponse
 from numpy.typing import NDArray
 
-from kvstore_service._native import SAMPLED_EVERY
 from kvstore_service.client import AdminClient, PackRef, SidecarKey, StoreClient, StoreError
 from kvstore_service.shared import index_file
 from tests.service.test_administration import run
@@ -22,7 +21,7 @@ from tests.support.life import until
 from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, candidate, records_of, reservation
 
 PACK_BYTES = 286_720
-RUNS = 16 * SAMPLED_EVERY
+RUNS = 64
 HOT = np.arange(0, TOKENS, 16, dtype=np.uint32)  # a record of each block
 OPTIONS = ("--copy-threads=1", "--lease-s=0", "--learn-bytes=16MiB", "--disk-cost=15,0.4,2.5")
 
@@ -190,7 +189,7 @@ def test_a_pack_that_somebody_has_stays(tmp_path: Path) -> None:
 def test_what_little_is_known_of_stays(tmp_path: Path) -> None:
     with scene(tmp_path) as at:
         old = at.write(1)
-        at.use(old, runs=4 * SAMPLED_EVERY)
+        at.use(old, runs=4)
         (answer,) = at.retier(old)
         assert "4.0 sampled runs" in reason(answer)
         assert at.found(1) == old

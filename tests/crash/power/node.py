@@ -181,7 +181,7 @@ class Node:
         """Runs that want a record of each block, often enough to learn from."""
         session, epoch = self.attach(rows)
         hot = np.arange(0, len(rows) * TOKENS, 4096 // RECORD_BYTES, dtype=np.uint32)
-        for _ in range(RUNS_MIN * native.SAMPLED_EVERY):
+        for _ in range(RUNS_MIN):
             self.worker.gather(SLOT, epoch, hot)
         self.close_session(session)
 

@@ -248,7 +248,7 @@ def keep_house(scene: Scene) -> None:
 
 OPERATIONS: dict[Callable[[Scene], None], int] = {
     write: 6, seal: 3, keep_sidecar: 3, evict: 2, abandon: 2, read: 2, keep_house: 1, pin: 1, set_quota: 1, hint: 1,
-    verify: 1, find: 1, retier: 2,
+    verify: 1, find: 1, retier: 8,
 }  # fmt: skip
 
 

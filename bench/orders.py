@@ -1,10 +1,10 @@
 """What does the order of records cost a disk? Bytes and requests of what decoding wants of a pack, by order and size.
 
 The shipped model answers questions on its own documentation out of a daemon that has everything in DRAM; a trace says
-which blocks each ticket wanted of which segment. From these is counted, as if nothing were held:
-`blocks_read.ORDER.TOKENS`, bytes of wanted blocks per byte of wanted records, and `disk_us.ORDER.TOKENS`, microseconds
-of an ordinary disk per thousand records, its gaps read through where that is cheaper. Counts, not times: any machine
-makes them.
+which blocks each ticket wanted of which segment, for every second question. From these is counted, as if nothing were
+held: `blocks_read.ORDER.TOKENS`, bytes of wanted blocks per byte of wanted records, and `disk_us.ORDER.TOKENS`,
+microseconds of an ordinary disk per thousand records, its gaps read through where that is cheaper. `learnt` is `pack`,
+rewritten by the daemon after the other half of the questions. Counts, not times: any machine makes them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.packing import ORDERS
 from decode_worker.records import RecordFormat
-from kvstore_service._native import BLOCK_BYTES, DISK_COST, through_blocks
+from kvstore_service._native import BLOCK_BYTES, DISK_COST
+from kvstore_service.daemon.disk.cost import read_us
 
 PACK_TOKENS, EXTENT_BLOCKS = 1024, 4
 LARGER = (2048, 4096)  # packs, in the first order
+LEARNT, LEARN_BYTES = "learnt", 256 << 20
 TICKET = ("time_ns", "worker", "slot", "layer", "lane")  # extents that one run wants at once
 
 
@@ -46,12 +48,14 @@ def main() -> int:
 
 
 def measure(tokens: int, questions: int, budget: float, larger: Sequence[int] = LARGER) -> list[Figure]:
-    cases = [*((order, PACK_TOKENS) for order in ORDERS.names), *(("pack", size) for size in larger)]
+    cases = [*((order, PACK_TOKENS) for order in (*ORDERS.names, LEARNT)), *(("pack", size) for size in larger)]
     found = {}
     for order, size in cases:
-        options = (f"--pack-tokens={size}", f"--extent-blocks={EXTENT_BLOCKS}")
+        learn = order == LEARNT
+        options = (f"--pack-tokens={size}", f"--extent-blocks={EXTENT_BLOCKS}", f"--learn-bytes={learn * LEARN_BYTES}")
         with scratch() as directory:
-            trace = demo(Path(directory), tokens, questions, budget, order, options)
+            written = "pack" if learn else order
+            trace = demo(Path(directory), tokens, questions, budget, written, options, every=2, learn=learn)
         found[f"{order}.{size}"] = cost(trace)
     (_, today), rival = found[f"pack.{PACK_TOKENS}"], f"pack.{PACK_TOKENS}"
     return [
@@ -68,13 +72,9 @@ def cost(trace: Trace) -> tuple[float, float]:
     runs = np.unique(wanted[["pack", *TICKET]], return_inverse=True)[1].ravel()[access]
     blocks = wanted["extent"][access].astype(np.int64) * EXTENT_BLOCKS + bit
     order = np.lexsort((blocks, runs))
-    gaps = np.diff(blocks[order]) - 1
-    joined = (np.diff(runs[order]) == 0) & (gaps <= through_blocks(DISK_COST))
-    request_us, kib_us, _ = DISK_COST
-    requests, read = len(blocks) - joined.sum(), len(blocks) + gaps[joined].sum()
     records = int(wanted["records"].sum())
-    us = request_us * requests + kib_us * BLOCK_BYTES / 1024 * read
-    return len(blocks) * BLOCK_BYTES / (records * _record_bytes()), 1000 * float(us) / records
+    us = read_us(DISK_COST, runs[order], blocks[order])
+    return len(blocks) * BLOCK_BYTES / (records * _record_bytes()), 1000 * us / records
 
 
 def _record_bytes() -> int:

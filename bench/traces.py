@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bench.decoder import SEED, WAIT_MS, Document
 from decode_worker.config import WorkerConfig
-from decode_worker.demo.document import load_words
+from decode_worker.demo.document import Fact, load_words
 from decode_worker.demo.run import DEFAULT_MODEL
 from decode_worker.demo.texts import own_document
 from decode_worker.synthetic.checkpoint import Shape, random_checkpoint
@@ -87,10 +87,18 @@ class Listener:
 
 
 def demo(
-    directory: Path, tokens: int, questions: int, budget: float, order: str = "pack", options: Sequence[str] = ()
+    directory: Path,
+    tokens: int,
+    questions: int,
+    budget: float,
+    order: str = "pack",
+    options: Sequence[str] = (),
+    every: int = 1,
+    learn: bool = False,
 ) -> Trace:
-    """The shipped model answers questions on its own documentation, each in a fresh session, as `headgate demo`.
-    options: further ones of the daemon."""
+    """The shipped model answers questions on its own documentation, each in a fresh session, as `headgate demo`; every
+    so manieth is traced. options: further ones of the daemon. learn: the others are answered before, and the packs
+    rewritten in the order that is learnt from them; RuntimeError if none is."""
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(PrivateDaemon(directory / "demo", DEMO_DRAM, options=options))
         config = WorkerConfig(
@@ -106,11 +114,26 @@ def demo(
         document = own_document(load_words(config.model), tokens, questions, SEED)
         ids = worker.encode(document.text)
         worker.prefill_document(ids)
-        with Listener(daemon) as listener:
-            for fact in document.facts:
+
+        def answer(facts: Sequence[Fact]) -> None:
+            for fact in facts:
                 new_tokens = len(worker.encode(fact.answer))
                 worker.answer(ids, worker.encode(fact.question), new_tokens, decode_question=True)
+
+        traced = document.facts[::every]
+        if learn:
+            answer([fact for fact in document.facts if fact not in traced])
+            _retier(daemon)
+        with Listener(daemon) as listener:
+            answer(traced)
         return Trace("demo", listener.accesses(), _extents(daemon))
+
+
+def _retier(daemon: PrivateDaemon) -> None:
+    with contextlib.closing(AdminClient.connect(daemon.socket, daemon.broker)) as admin:
+        answers = list(admin.retier())
+        if all(answer.code for answer in answers):
+            raise RuntimeError(f"no pack was rewritten: {answers[0].message}; ask more questions")
 
 
 def synthetic(directory: Path, name: str, shape: Shape, tokens: int, steps: int, fresh: float, budget: float) -> Trace:

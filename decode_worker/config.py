@@ -17,7 +17,7 @@ from decode_worker.policy.presets import PRESETS
 from decode_worker.policy.reuse.base import REUSES
 from decode_worker.retrieval.base import RETRIEVERS
 from decode_worker.window.kinds import WINDOWS
-from kvstore_service.client import RECORD_ORDERS
+from kvstore_service.client import LEARNT, RECORD_ORDERS
 from kvstore_service.shared.settings import (
     ConfigError,
     Key,
@@ -191,7 +191,7 @@ KEYS = (
         choice("model", "int8", "int4"),
         "records of packs: in `storage`, or quantised; tails and resident heads never are",
     ),
-    Key("order", None, choice(*RECORD_ORDERS[1:]), "of the records in a pack's segments"),
+    Key("order", None, choice(*RECORD_ORDERS[1:LEARNT]), "of the records in a pack's segments"),
     Key("staging_bytes", None, size(1 << 16), "memory through which packs are written"),
     Key("wait_ms", None, count(1, 600_000), "deadline of every wait for the daemon"),
     Key("stale", None, choice("use", "fail"), "after a failed fetch: use the old set, or fail"),

@@ -16,6 +16,8 @@ HASH_BLOCK_TOKENS: int
 PACK_TOKENS_MAX: int
 PACK_VERSION: int
 RING_VERSION: int
+SAMPLED_RUNS: int  # of a segment that `run_samples` knows
+SAMPLED_EVERY: int  # of so many runs one is, behind the first SAMPLED_RUNS
 WINDOW_KINDS: tuple[str, ...]  # the best one first
 TIER_POLICIES: tuple[str, ...]  # which frames of DRAM go; the best one first
 ACCESS_FIELDS: tuple[tuple[str, str], ...]  # of an access as `drain_accesses` has it, for numpy.dtype
@@ -177,6 +179,7 @@ class DataPlane:
         arena_bytes: int = 0,
         tier_policy: str = "lfu",
         disk_cost: tuple[float, float, float] = ...,
+        learn_bytes: int = 0,
     ) -> None:
         """Allocates frames (anonymous huge-page memory), starts `copy_threads` threads, each with its own io_uring.
 
@@ -186,7 +189,7 @@ class DataPlane:
         itself; 0: nobody can. FAILED_PRECONDITION for one that does not; `cuda_library`, `gdr_library` and
         `gpu` are what those in a device's memory need. `tier_policy`, what leaves DRAM first, is of TIER_POLICIES. No
         more than `through_blocks(disk_cost)` between blocks that are wanted are read through rather than make a second
-        request."""
+        request. `learn_bytes`: most memory for samples of runs, of all open packs; 0: none are taken."""
     window_kinds: list[str]
     """What there is, the best one first."""
     windows_refused: list[tuple[str, str]]
@@ -234,6 +237,18 @@ class DataPlane:
         """Reads every block from disk and returns the numbers of those whose CRC is wrong."""
     def pack_damaged(self, pack: int) -> bool:
         """Whether a gather or a read ahead has met a block that fails its check, or an early end of the file."""
+    def run_samples(self, pack: int) -> NDArray[np.uint64] | None:
+        """Which of the latest sampled GATHER runs wanted each record, uint64[layers, lanes of kind 0, tokens], a bit
+        each, SAMPLED_RUNS of a segment; a run that comes in portions may be several. None: the pack was opened when
+        samples of others took `learn_bytes`."""
+    def rewrite_segment(
+        self, pack: int, upload: int, kind: int, layer: int, lane: int, order: NDArray[np.uint16]
+    ) -> None:
+        """Reads a segment, checks it, and writes it into an upload of the same pack that no worker owns, with record
+        order[i] of the source as record i, and its map likewise; of a kind other than 0, as it is, `order` is empty.
+
+        DATA_LOSS: the source fails its check. FAILED_PRECONDITION: a block would be all zero, or the segment is there.
+        RESOURCE_EXHAUSTED, UNAVAILABLE: the disk. After an error the segment is missing as before."""
     def warm(self, pack: int, hot_records: NDArray[np.uint32], owner: int = 0) -> None:
         """Hints that the first hot_records[layer, lane] records of each segment of kind 0 are likely to be wanted.
 

@@ -90,6 +90,26 @@ nb::object block_crcs(const nb::bytes& build, uint64_t first_block, Blocks block
   return to_array(std::move(crcs), {count});
 }
 
+using RecordOrder = nb::ndarray<const uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void rewrite_segment(DataPlane& plane, uint32_t pack, uint32_t upload, uint32_t kind, uint32_t layer, uint32_t lane,
+                     RecordOrder order) {
+  nb::gil_scoped_release release;
+  plane.rewrite_segment(pack, upload, kind, layer, lane, {order.data(), order.shape(0)});
+}
+
+nb::object run_samples(DataPlane& plane, uint32_t pack) {
+  std::vector<uint64_t> samples;
+  PackHeader h;
+  {
+    nb::gil_scoped_release release;
+    h = plane.pack_header(pack);
+    samples = plane.run_samples(pack);
+  }
+  if (samples.empty()) return nb::none();
+  return to_array(std::move(samples), {h.layers, h.kinds[0].lanes, h.tokens});
+}
+
 using HotRecords = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void warm(DataPlane& plane, uint32_t pack, HotRecords hot, uint32_t owner) {
@@ -397,7 +417,7 @@ void bind_data_plane(nb::module_& m) {
           [](DataPlane* self, uint64_t dram_bytes, uint32_t io_depth, uint32_t copy_threads, uint32_t spin_us,
              uint32_t extent_blocks, const std::string& window, const std::string& cuda_library,
              const std::string& gdr_library, int gpu, uint64_t arena_bytes, const std::string& tier_policy,
-             const Cost& disk_cost) {
+             const Cost& disk_cost, uint64_t learn_bytes) {
             new (self) DataPlane(DataPlaneOptions{dram_bytes,
                                                   io_depth,
                                                   copy_threads,
@@ -409,11 +429,13 @@ void bind_data_plane(nb::module_& m) {
                                                    .gpu = gpu,
                                                    .arena_bytes = arena_bytes},
                                                   tier_policy,
-                                                  disk_cost_of(disk_cost)});
+                                                  disk_cost_of(disk_cost),
+                                                  learn_bytes});
           },
           "dram_bytes"_a, "io_depth"_a, "copy_threads"_a, "spin_us"_a = 30, "extent_blocks"_a = 4, "window"_a = "shm",
           "cuda_library"_a = WindowSettings().cuda_library, "gdr_library"_a = WindowSettings().gdr_library, "gpu"_a = 0,
-          "arena_bytes"_a = 0, "tier_policy"_a = policy_names()[0], "disk_cost"_a = cost_of(DiskCost()), NoGil())
+          "arena_bytes"_a = 0, "tier_policy"_a = policy_names()[0], "disk_cost"_a = cost_of(DiskCost()),
+          "learn_bytes"_a = 0, NoGil())
       .def("close", &DataPlane::close, NoGil())
       .def("create_upload", &DataPlane::create_upload, "path"_a, "spec"_a, NoGil())
       .def("upload_missing", &DataPlane::upload_missing, "upload"_a, NoGil())
@@ -425,6 +447,8 @@ void bind_data_plane(nb::module_& m) {
       .def("copy_map", &DataPlane::copy_map, "pack"_a, "to_fd"_a, NoGil())
       .def("verify_pack", &DataPlane::verify_pack, "pack"_a, NoGil())
       .def("pack_damaged", &DataPlane::pack_damaged, "pack"_a, NoGil())
+      .def("run_samples", &run_samples, "pack"_a)
+      .def("rewrite_segment", &rewrite_segment, "pack"_a, "upload"_a, "kind"_a, "layer"_a, "lane"_a, "order"_a)
       .def("warm", &warm, "pack"_a, "hot_records"_a, "owner"_a = 0)
       .def("add_worker", &DataPlane::add_worker, "window_fd"_a, "window_bytes"_a, "staging_fd"_a, "staging_bytes"_a,
            "slots"_a, "owner"_a, "wait_ms"_a = 0, "window"_a = "", NoGil())
@@ -467,6 +491,8 @@ NB_MODULE(_native, m) {
   m.attr("PACK_TOKENS_MAX") = kPackTokensMax;
   m.attr("PACK_VERSION") = kPackVersion;
   m.attr("RING_VERSION") = kRingVersion;
+  m.attr("SAMPLED_RUNS") = RunSamples::kRuns;
+  m.attr("SAMPLED_EVERY") = RunSamples::kEvery;
   m.attr("WINDOW_KINDS") = nb::tuple(nb::cast(window_kinds()));
   m.attr("DEVICE_WINDOW_KINDS") = nb::tuple(nb::cast(device_window_kinds()));
   m.attr("TIER_POLICIES") = nb::tuple(nb::cast(policy_names()));

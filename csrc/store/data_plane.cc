@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "ring/futex.h"
+#include "store/rewrite.h"
 #include "store/shard.h"
 
 namespace headgate {
@@ -36,7 +37,8 @@ bool eventually(std::chrono::nanoseconds deadline, Condition condition) {
 }  // namespace
 
 DataPlane::DataPlane(const DataPlaneOptions& o)
-    : frames_(o.dram_bytes, o.window.arena_bytes, o.extent_blocks, o.tier_policy, counters_) {
+    : learn_bytes_(o.learn_bytes),
+      frames_(o.dram_bytes, o.window.arena_bytes, o.extent_blocks, o.tier_policy, counters_) {
   if (o.copy_threads < 1 || o.copy_threads > kThreadsMax) throw invalid_argument("copy_threads must be 1..64");
   if (o.io_depth < 1 || o.io_depth > kDepthMax) throw invalid_argument("io_depth must be 1..4096");
   for (uint32_t i = 0; i < o.copy_threads; ++i)
@@ -131,6 +133,10 @@ uint32_t DataPlane::open_pack(const std::string& path, uint32_t owner) {
     throw failed_precondition(
         path + " has extents of " + std::to_string(pack->header().extent_blocks) +
         " blocks; this data plane was started with extent_blocks = " + std::to_string(frames_.extent_blocks()));
+  if (learn_bytes_ > 0) {
+    const PackHeader& h = pack->header();
+    pack->samples = RunSamples::within(learn_bytes_, learning_bytes_, h.layers * h.kinds[0].lanes, h.tokens);
+  }
   std::lock_guard lock(mutex_);
   if (closed_) throw unavailable("the data plane is closed");
   uint32_t id = next_id_++;
@@ -190,6 +196,22 @@ void DataPlane::copy_map(uint32_t pack, int to) { find_pack(pack)->copy_map(to);
 std::vector<uint32_t> DataPlane::verify_pack(uint32_t pack) { return find_pack(pack)->verify(); }
 
 bool DataPlane::pack_damaged(uint32_t pack) { return find_pack(pack)->damaged; }
+
+std::vector<uint64_t> DataPlane::run_samples(uint32_t pack) {
+  auto file = find_pack(pack);
+  if (!file->samples) return {};
+  const PackHeader& h = file->header();
+  std::vector<uint64_t> samples(uint64_t{h.layers} * h.kinds[0].lanes * h.tokens);
+  file->samples->copy(samples);
+  return samples;
+}
+
+void DataPlane::rewrite_segment(uint32_t pack, uint32_t upload, uint32_t kind, uint32_t layer, uint32_t lane,
+                                std::span<const uint16_t> order) {
+  UploadEntry entry = find_upload(upload);
+  if (entry.owner) throw invalid_argument("upload " + std::to_string(upload) + " is a worker's");
+  headgate::rewrite_segment(*find_pack(pack), *entry.upload, kind, layer, lane, order);
+}
 
 void DataPlane::warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner) {
   AheadJob job{find_pack(pack), {}, 0};
@@ -484,6 +506,7 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"arenas", arenas_.count()},
           {"arena_bytes", uint64_t{frames_.arena_frames()} * frames_.frame_bytes()},
           {"frame_bytes", frames_.frame_bytes()},
+          {"learning_bytes", learning_bytes_},
           {"packs_open", packs_.size()},
           {"uploads_open", uploads_.size()},
           {"workers", workers_.size()},

@@ -1,10 +1,12 @@
 // The daemon's data plane as the control plane sees it: packs, uploads, workers, slots, figures.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,6 +25,7 @@ struct DataPlaneOptions {
   WindowSettings window = {};                   // and the size of arenas, part of dram_bytes
   std::string tier_policy = policy_names()[0];  // which frames go
   DiskCost disk_cost = {};
+  uint64_t learn_bytes = 0;  // for samples of runs, of all packs; 0: none are taken
 };
 
 struct SlotWaits {
@@ -52,6 +55,12 @@ class DataPlane {
   void copy_map(uint32_t pack, int to);
   std::vector<uint32_t> verify_pack(uint32_t pack);
   bool pack_damaged(uint32_t pack);
+  // Which of the sampled runs wanted each record, a bit each: u64[layers, lanes of kind 0, tokens]. Empty: none are
+  // sampled of this pack.
+  std::vector<uint64_t> run_samples(uint32_t pack);
+  // As in rewrite.h, into an upload that no worker owns.
+  void rewrite_segment(uint32_t pack, uint32_t upload, uint32_t kind, uint32_t layer, uint32_t lane,
+                       std::span<const uint16_t> order);
   // A hint: hot_records is [layers, lanes of kind 0]; an owner who hints too much is not heard, and counted.
   void warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner);
 
@@ -129,6 +138,8 @@ class DataPlane {
   void nudge();
 
   Counters counters_;
+  const uint64_t learn_bytes_;
+  std::atomic<uint64_t> learning_bytes_{0};
   Trace trace_;
   Frames frames_;
   Arenas arenas_{frames_};

@@ -132,6 +132,7 @@ Need GatherPath::serve_hot(RunTask& t, uint64_t& cost) {
   auto untouched = [&](const ExtentUse& use) { return use.count == 0 || begun + use.first >= t.cursor; };
   while (!plan_.uses.empty() && untouched(plan_.uses.back())) plan_.uses.pop_back();
   trace(t, plan_.uses);
+  learn(t, plan_.uses);
   add(counters_.extent_hits, plan_.uses.size());
   t.spent.hits += uint32_t(plan_.uses.size());
   for (const ExtentUse& use : plan_.uses) used_.push_back(use.frame);
@@ -260,6 +261,7 @@ size_t GatherPath::pin(RunTask& t, uint32_t from, uint32_t room, uint64_t& cost)
                                   [](const ExtentUse& use) { return use.ready; });
   t.spent.hits += uint32_t(hits), t.spent.misses += uint32_t(pinned - size_t(hits));
   trace(t, {plan_.uses.data(), pinned});
+  learn(t, {plan_.uses.data(), pinned});
   if (pinned < plan_.uses.size()) {
     uint32_t served = plan_.uses[pinned].first;
     plan_.uses.resize(pinned);
@@ -340,6 +342,24 @@ void GatherPath::trace(const RunTask& t, std::span<const ExtentUse> uses) {
     }
     frames_.accesses().record({at_once, count});
     uses = uses.subspan(count);
+  }
+}
+
+// For packs of which samples are taken: the pairs that these uses are about.
+void GatherPath::learn(const RunTask& t, std::span<const ExtentUse> uses) const {
+  if (t.op != Op::kGather) return;
+  while (!uses.empty()) {
+    const ExtentUse& front = uses.front();
+    size_t same = 1;
+    while (same < uses.size() && uses[same].pack == front.pack) ++same;
+    if (RunSamples* const samples = front.pack->samples.get()) {
+      const ExtentUse& back = uses[same - 1];
+      const std::span pairs(pairs_.data() + front.first, back.first + back.count - front.first);
+      const uint32_t segment = t.layer * front.pack->header().kinds[0].lanes + t.run.lane;
+      samples->note(segment, uint32_t(t.ticket->seq << 16 | t.index), t.binding().origin(pairs.front().record).first,
+                    pairs);
+    }
+    uses = uses.subspan(same);
   }
 }
 

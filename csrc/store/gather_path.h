@@ -70,6 +70,7 @@ class GatherPath {
   void put_through(Io& io, uint32_t blocks);
   void lose(const Io& io, int error, std::span<const uint16_t> good);
   void trace(const RunTask& t, std::span<const ExtentUse> uses);
+  void learn(const RunTask& t, std::span<const ExtentUse> uses) const;
   void keep(RunTask& t, std::unique_ptr<Portion>& as);
   void drop(RunTask& t, std::unique_ptr<Portion>& portion);
   uint32_t cold_max(const RunTask& t) const;

@@ -6,8 +6,8 @@
 
 namespace headgate {
 
-// A move costs both sides some 20 us, once, if the thread stays where it went. Where it comes back, because the other
-// core is no better, each move makes the pause before the next one longer. Decisions only: no clock.
+// Where it comes back, because the other core is no better, each move makes the pause before the next one longer.
+// Decisions only: no clock.
 class Moves {
  public:
   static constexpr uint64_t kPauseMinNs = 200'000;

@@ -61,6 +61,14 @@ bool all_zero(const uint8_t* data, size_t bytes) {
   return any == 0;
 }
 
+bool is_permutation(const uint16_t* map, uint32_t tokens) {
+  uint8_t seen[kPackTokensMax] = {};
+  uint32_t beyond = 0, distinct = 0;
+  for (uint32_t i = 0; i < tokens; ++i) beyond |= map[i] >= tokens, seen[map[i] % kPackTokensMax] = 1;
+  for (uint32_t i = 0; i < tokens; ++i) distinct += seen[i];
+  return beyond == 0 && distinct == tokens;
+}
+
 uint32_t block_crc(const uint8_t build[16], uint64_t block_no, const uint8_t* block) {
   uint8_t prefix[24];
   std::memcpy(prefix, build, 16);
@@ -139,21 +147,26 @@ void PackFile::copy_map(int to) const {
   BlockBuffer buffer(uint64_t{at_once} * blocks * kBlockBytes);
   for (uint32_t first = 0; first < segments; first += at_once) {
     const uint32_t count = std::min(at_once, segments - first);
-    read_map_blocks(buffer.data(), first * blocks, count * blocks);
+    read(Site::kPackMap, buffer.data(), uint64_t{count} * blocks * kBlockBytes,
+         header_.map_off + uint64_t{first} * blocks * kBlockBytes);
+    check_blocks(buffer.data(), data_blocks() + first * blocks, count * blocks);
     for (uint32_t s = 1; s < count; ++s)
       std::memmove(buffer.data() + s * bytes, buffer.data() + uint64_t{s} * blocks * kBlockBytes, bytes);
     write_out(to, buffer.data(), count * bytes);
   }
 }
 
-// `first` counts from the first block of the maps. DATA_LOSS if one of them fails its check.
-void PackFile::read_map_blocks(uint8_t* to, uint32_t first, uint32_t count) const {
-  read(Site::kPackMap, to, uint64_t{count} * kBlockBytes, header_.map_off + uint64_t{first} * kBlockBytes);
+void PackFile::read_blocks(Site site, const BlockBuffer& to, uint64_t offset) const {
+  read(site, to.data(), to.bytes(), offset);
+  check_blocks(to.data(), uint32_t(offset / kBlockBytes) - 1, uint32_t(to.bytes() / kBlockBytes));
+}
+
+// `first` counts from the first block after the header. DATA_LOSS if one of them fails its check.
+void PackFile::check_blocks(const uint8_t* blocks, uint32_t first, uint32_t count) const {
   for (uint32_t b = 0; b < count; ++b) {
-    const uint32_t block = data_blocks() + first + b;
-    if (block_ok(block, to + uint64_t{b} * kBlockBytes)) continue;
+    if (block_ok(first + b, blocks + uint64_t{b} * kBlockBytes)) continue;
     add(counters_.crc_errors);
-    throw data_loss(path_ + ": checksum of map block " + std::to_string(block + 1));
+    throw data_loss(path_ + ": checksum of block " + std::to_string(first + b + 1));
   }
 }
 

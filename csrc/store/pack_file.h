@@ -4,13 +4,16 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "core/pack.h"
 #include "store/counters.h"
+#include "store/direct_io.h"
 #include "store/disk.h"
 #include "store/mapping.h"
+#include "store/run_samples.h"
 #include "store/tier/frame_account.h"
 
 namespace headgate {
@@ -24,6 +27,8 @@ void check_shape(const PackHeader& header);
 // The CRC that a block must have: bound to its file (build) and its place (block_no, the header is block 0).
 uint32_t block_crc(const uint8_t build[16], uint64_t block_no, const uint8_t* block);
 bool all_zero(const uint8_t* data, size_t bytes);
+// Each number below `tokens` (kPackTokensMax at most) once.
+bool is_permutation(const uint16_t* map, uint32_t tokens);
 uint32_t header_crc(const PackHeader& header);
 
 class PackFile {
@@ -63,6 +68,8 @@ class PackFile {
   // Writes the maps to a descriptor without their padding, verified, in pieces of a bounded size.
   void copy_map(int to) const;
   std::vector<uint32_t> verify() const;  // block numbers (from 1) that fail
+  // Fills `to` with whole blocks from byte `offset` on, all of them checked. DATA_LOSS.
+  void read_blocks(Site site, const BlockBuffer& to, uint64_t offset) const;
 
   FrameAccount& account;
   std::vector<uint32_t> frame_of_extent;  // written under the mutex of Frames, like the next two; as atomics
@@ -70,12 +77,13 @@ class PackFile {
   std::atomic<bool> closed{false};        // a frame goes with its last pin
   std::atomic<uint32_t> bound{0};         // slots that use this pack
   std::atomic<bool> damaged{false};       // a read has met a block that fails its check
+  std::unique_ptr<RunSamples> samples;    // made with it, if at all
 
  private:
   void read(Site site, uint8_t* to, uint64_t bytes, uint64_t offset) const;
   void read_header();
   void read_crcs();
-  void read_map_blocks(uint8_t* to, uint32_t first, uint32_t count) const;
+  void check_blocks(const uint8_t* blocks, uint32_t first, uint32_t count) const;
 
   std::string path_;
   Counters& counters_;

@@ -27,6 +27,7 @@ enum class Site : uint8_t {
   kPackCrcs,
   kPackMap,
   kPackVerify,
+  kPackSegment,
   kGather,
   kReadAhead,
   kProbeOpen,
@@ -38,8 +39,8 @@ enum class Site : uint8_t {
 inline constexpr const char* kSiteNames[] = {
     "upload.open",      "upload.allocate", "upload.extend",      "upload.map",    "upload.segment", "upload.tail",
     "upload.tail_sync", "upload.header",   "upload.header_sync", "upload.unlink", "pack.open",      "pack.stat",
-    "pack.header",      "pack.crcs",       "pack.map",           "pack.verify",   "gather",         "read_ahead",
-    "probe.open",       "probe.write",     "probe.read",         "submit",
+    "pack.header",      "pack.crcs",       "pack.map",           "pack.verify",   "pack.segment",   "gather",
+    "read_ahead",       "probe.open",      "probe.write",        "probe.read",    "submit",
 };
 static_assert(std::size(kSiteNames) == size_t(Site::kCount));
 

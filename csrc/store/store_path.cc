@@ -18,14 +18,6 @@ uint64_t map_bytes(const PackHeader& h) { return h.tokens * sizeof(uint16_t); }
 
 uint32_t map_blocks_of(const RunTask& t) { return t.run.kind == 0 ? map_blocks(t.upload->header().tokens) : 0; }
 
-bool is_permutation(const uint16_t* map, uint32_t tokens) {
-  uint8_t seen[kPackTokensMax] = {};
-  uint32_t beyond = 0, distinct = 0;
-  for (uint32_t i = 0; i < tokens; ++i) beyond |= map[i] >= tokens, seen[map[i] % kPackTokensMax] = 1;
-  for (uint32_t i = 0; i < tokens; ++i) distinct += seen[i];
-  return beyond == 0 && distinct == tokens;
-}
-
 // Copies the map from behind the records and checks the copy: the worker can still write what is staged.
 Fault pack_map(const RunTask& t, uint8_t* to) {
   const PackHeader& h = t.upload->header();

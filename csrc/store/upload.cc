@@ -60,6 +60,11 @@ void Upload::end_segment(uint32_t kind, uint32_t layer, uint32_t lane, bool writ
   if (--writing_ == 0) idle_.notify_all();
 }
 
+void Upload::write(Site site, const BlockBuffer& blocks, uint64_t offset) const {
+  write_direct(site, fd_.get(), blocks.data(), blocks.bytes(), offset, path_);
+  add(counters_.nvme_write_bytes, blocks.bytes());
+}
+
 uint32_t Upload::missing() const {
   std::lock_guard lock(mutex_);
   return missing_;

@@ -33,6 +33,9 @@ class Upload {
   // Of a block of a segment that was begun; `block` counts from the first after the header.
   void set_crc(uint32_t block, uint32_t crc) { crcs()[block] = crc; }
 
+  // Blocks of a segment that was begun, at their place in the file. RESOURCE_EXHAUSTED, UNAVAILABLE.
+  void write(Site site, const BlockBuffer& blocks, uint64_t offset) const;
+
   uint32_t missing() const;
   void finish();  // durable on return
   void abort();   // waits some seconds for the segments in flight, closes, unlinks

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import struct
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-MAGIC = b"HDGINDEX"
-VERSION = 1
-_HEADER = struct.Struct("<8sI32s")
-_CRC = struct.Struct("<I")
-
-
-class IndexFormatError(ValueError):
-    """A sidecar is damaged, or was made with other parameters."""
+from kvstore_service.shared import index_file
+from kvstore_service.shared.index_file import IndexFormatError as IndexFormatError
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,26 +32,16 @@ class PackIndex:
 
     def reordered(self, records: NDArray[np.integer[Any]]) -> PackIndex:
         """The same index with record i taken from records[layer, head, i]."""
-        layers, heads = np.ogrid[: records.shape[0], : records.shape[1]]
-        return PackIndex(self.parameters, self.data[layers[..., None], heads[..., None], records])
+        return PackIndex(self.parameters, index_file.reordered(self.data, records))
 
     def save(self) -> bytes:
-        """The sidecar: header, the array in NumPy's format, CRC-32 of both."""
-        body = io.BytesIO()
-        body.write(_HEADER.pack(MAGIC, VERSION, self.parameters))
-        np.save(body, self.data, allow_pickle=False)
-        content = body.getvalue()
-        return content + _CRC.pack(zlib.crc32(content))
+        """The sidecar."""
+        return index_file.save(self.parameters, self.data)
 
     @staticmethod
     def load(blob: bytes, parameters: bytes) -> PackIndex:
         """Raises IndexFormatError if the blob is damaged or belongs to other parameters or another version."""
-        content, end = blob[: -_CRC.size], blob[-_CRC.size :]
-        if len(blob) < _HEADER.size + _CRC.size or _CRC.unpack(end)[0] != zlib.crc32(content):
-            raise IndexFormatError("the index sidecar is damaged: its checksum is wrong")
-        magic, version, stored = _HEADER.unpack_from(content)
-        if magic != MAGIC or version != VERSION:
-            raise IndexFormatError(f"the index sidecar has format version {version}, expected {VERSION}")
+        stored, data = index_file.load(blob)
         if stored != parameters:
             raise IndexFormatError("the index sidecar was made with other retriever parameters")
-        return PackIndex(parameters, np.load(io.BytesIO(content[_HEADER.size :]), allow_pickle=False))
+        return PackIndex(parameters, data)

@@ -15,6 +15,7 @@ from kvstore_service.client.admin_client import AdminClient
 from kvstore_service.client.store_client import PackImportance, StoreClient, WorkerMemory
 from kvstore_service.shared.types import (
     HASH_BLOCK_TOKENS,
+    LEARNT,
     NO_PARENT,
     RECORD_ORDERS,
     CommittedPack,
@@ -33,6 +34,7 @@ from kvstore_service.shared.types import (
 
 __all__ = [
     "HASH_BLOCK_TOKENS",
+    "LEARNT",
     "NO_PARENT",
     "RECORD_ORDERS",
     "AdminClient",

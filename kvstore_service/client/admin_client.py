@@ -101,11 +101,20 @@ class AdminClient(Client):
         """Reads every block of the packs (of all, if none is named) from disk; one answer per pack as it is done."""
         yield from self._streamed(self._stub.Verify, admin_pb.VerifyRequest(pack_ids=pack_ids), timeout_s)
 
+    def retier(
+        self, pack_ids: Sequence[bytes] = (), dry_run: bool = False, timeout_s: float = STREAM_TIMEOUT_S
+    ) -> Iterator[admin_pb.RetierResponse]:
+        """Rewrites the packs (all, if none is named) in an order of their records that is learnt from their use, or
+        only says what would come of it; one answer per pack as it is done, `code` 0 where it was, or would be."""
+        request = admin_pb.RetierRequest(pack_ids=pack_ids, dry_run=dry_run)
+        yield from self._streamed(self._stub.Retier, request, timeout_s)
+
     def watch(
         self, kinds: Sequence[str] = (), timeout_s: float = STREAM_TIMEOUT_S
     ) -> Iterator[admin_pb.WatchEventsResponse]:
         """What happens from now on: first an answer of kind "watch", then commits, evictions, damage, workers, quotas,
-        expired uploads, drains. A slow reader loses events; `dropped` counts them. DEADLINE_EXCEEDED at the end."""
+        expired uploads, rewritten packs, drains. A slow reader loses events; `dropped` counts them. DEADLINE_EXCEEDED
+        at the end."""
         yield from self._streamed(self._stub.WatchEvents, admin_pb.WatchEventsRequest(kinds=kinds), timeout_s)
 
     def trace(self, seconds: float, timeout_s: float = STREAM_TIMEOUT_S) -> Iterator[admin_pb.TraceAccessesResponse]:

@@ -38,6 +38,7 @@ class Config:
     dram_bytes: int
     arena_bytes: int | None  # None: half of dram_bytes
     tier_policy: str
+    learn_bytes: int
     nvme_bytes: int
     pack_tokens: int
     extent_blocks: int
@@ -63,6 +64,7 @@ class Config:
     admin_uids: frozenset[int]
     socket_group: int | None
     verify_bytes_per_s: int
+    retier_bytes_per_s: int  # 0: not by itself
     log_format: str
     log_level: str
     tcp: str
@@ -206,6 +208,20 @@ def _show_rate(bytes_per_s: int) -> str:
     return format_size(bytes_per_s) if bytes_per_s else "unlimited"
 
 
+def _retier_rate(value: Any) -> int:
+    """Bytes per second; 0: off."""
+    if value is False or value == "off":  # as YAML reads it
+        return 0
+    try:
+        return settings.size(1 << 20)(value)
+    except ValueError:
+        raise ValueError("write a size of at least 1MiB, such as 20MiB, or off") from None
+
+
+def _show_retier_rate(bytes_per_s: int) -> str:
+    return format_size(bytes_per_s) if bytes_per_s else "off"
+
+
 def _show_uids(uids: frozenset[int]) -> str:
     return ",".join(map(str, sorted(uids)))
 
@@ -253,6 +269,13 @@ KEYS = (
         lambda: TIER_POLICIES[0],
         settings.choice(*TIER_POLICIES),
         f"what leaves DRAM first: {', '.join(TIER_POLICIES)}",
+    ),
+    Key(
+        "learn_bytes",
+        lambda: "0B",
+        settings.size(0),
+        "memory for samples of what runs want of packs, which retier learns from; 0B: none are taken",
+        format_size,
     ),
     Key("nvme_bytes", lambda: "64GiB", settings.size(1 << 20), "most bytes of packs and sidecars on disk", format_size),
     Key(
@@ -304,6 +327,13 @@ KEYS = (
         _show_group,
     ),
     Key("verify_bytes_per_s", lambda: "200MiB", _rate, "most bytes a second that kvctl verify reads", _show_rate),
+    Key(
+        "retier_bytes_per_s",
+        lambda: "off",
+        _retier_rate,
+        "most bytes a second that packs nobody has are rewritten with, in a learnt order; off: only by kvctl retier",
+        _show_retier_rate,
+    ),
     Key("log_format", lambda: "text", settings.choice(*logs.FORMATS), "lines on stderr: text (key=value) or json"),
     Key("log_level", lambda: "info", settings.choice(*logs.LEVELS), "least serious event that is logged"),
     Key("tcp", lambda: "off", _address, "HOST:PORT of AdminService over mutual TLS, or off"),
@@ -352,6 +382,10 @@ def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Co
     if config.tcp != "off" and not config.tls_subjects:
         raise ConfigError(
             f"tcp={config.tcp}: nobody may use it; set tls_subjects to the names of operators' certificates"
+        )
+    if config.retier_bytes_per_s and not config.learn_bytes:
+        raise ConfigError(
+            f"retier_bytes_per_s={_show_retier_rate(config.retier_bytes_per_s)}: nothing is learnt; set learn_bytes too"
         )
     if config.evict_low > config.evict_high:
         raise ConfigError(f"evict_low={config.evict_low}: write at most evict_high, {config.evict_high}")

@@ -7,6 +7,7 @@ from functools import lru_cache
 from kvstore_service import _native
 from kvstore_service._native import (
     ACCESS_FIELDS,
+    BLOCK_BYTES,
     DEVICE_WINDOW_KINDS,
     DISK_COST,
     PACK_TOKENS_MAX,
@@ -23,6 +24,7 @@ from kvstore_service.shared.types import BUILD_BYTES, NO_PARENT, Layout, StoreEr
 
 __all__ = [
     "ACCESS_FIELDS",
+    "BLOCK_BYTES",
     "DEVICE_WINDOW_KINDS",
     "DISK_COST",
     "PACK_TOKENS_MAX",

@@ -81,9 +81,10 @@ class Daemon:
                     arena_bytes=config.dram_bytes // 2 if config.arena_bytes is None else config.arena_bytes,
                     tier_policy=config.tier_policy,
                     disk_cost=self._disk_cost.us,
+                    learn_bytes=config.learn_bytes,
                 )
             undo.pop_all()
-        self.store = Store(config, catalog, self.data_plane)
+        self.store = Store(config, catalog, self.data_plane, self._disk_cost.us)
         self._replies = Replies()
         self._latencies = Latencies()
         self._broker = Broker(

@@ -91,6 +91,10 @@ def parser() -> argparse.ArgumentParser:
     )
     removal.add_argument("--dry-run", action="store_true", help="only show which packs would go")
     add_packs(add("verify", commands.verify, "read every block and check its CRC"), "*", " (default: all)")
+    rewriting = add("retier", commands.retier, "rewrite packs in an order of their records learnt from their use")
+    add_packs(rewriting, "*")
+    rewriting.add_argument("--all", action="store_true", help="every pack that nobody has")
+    rewriting.add_argument("--dry-run", action="store_true", help="only show what would come of it")
     add("audit", commands.audit, "compare what must be equal: catalogue and files, references, runs, frames")
     add("config", commands.config, "the daemon's configuration and where each value came from")
     add("drain", commands.drain, "refuse new work from now on; SIGTERM then ends the daemon").add_argument(
@@ -101,8 +105,10 @@ def parser() -> argparse.ArgumentParser:
     add("kill", commands.kill, "end a worker's connection and all that it holds").add_argument(
         "worker", metavar="WORKER", help="its id, pid or name"
     )
-    add("watch", commands.watch, "commits, evictions, damage, workers, quotas, drains as they happen").add_argument(
-        "kinds", nargs="*", metavar="KIND", help="only these: commit damage drain evict quota upload worker"
+    add(
+        "watch", commands.watch, "commits, evictions, damage, workers, quotas, rewritten packs, drains as they happen"
+    ).add_argument(
+        "kinds", nargs="*", metavar="KIND", help="only these: commit damage drain evict quota retier upload worker"
     )
     tracing = add("trace", commands.trace, "which extents runs want from now on, as an array that numpy.load reads")
     tracing.add_argument("--seconds", type=_seconds, default=10.0, metavar="S", help="how long (default: 10)")
@@ -184,4 +190,6 @@ def usage_error(arguments: argparse.Namespace) -> str:
         return "evict needs packs or --unused"
     if arguments.command is commands.evict and arguments.older_than and not arguments.unused:
         return "--older-than chooses among --unused; give both"
+    if arguments.command is commands.retier and bool(arguments.packs) == arguments.all:
+        return "retier needs packs or --all, one of the two"
     return "--tcp and --tls belong together; give both" if bool(arguments.tcp) != bool(arguments.tls) else ""

@@ -14,7 +14,8 @@ DIGEST_BYTES = 32
 REASON_LETTERS_MAX = 512
 NO_PARENT = bytes(PACK_ID_BYTES)
 # By number: RecordOrder of proto/kvstore/v1, where each is explained.
-RECORD_ORDERS = ("unspecified", "token", "pack", "cluster", "chunk", "importance")
+RECORD_ORDERS = ("unspecified", "token", "pack", "cluster", "chunk", "importance", "learnt")
+LEARNT = RECORD_ORDERS.index("learnt")  # the store's own, which no writer may name
 
 _UID_END = 1 << 32
 _UNITS = {

@@ -22,6 +22,8 @@ BUGS = {
     "a log that is not cut at the start": 56,
     "a stamp that must be readable": 38,
     "a stamp before moves are durable": 122,
+    "an old build removed before its row": 54,
+    "a new build without its directory": 5,
 }
 
 

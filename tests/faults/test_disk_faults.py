@@ -29,8 +29,9 @@ OTHERS = ("upload.open", "upload.allocate", "upload.tail_sync", "upload.header_s
 QUIET = ("upload.unlink", "submit")
 FALLBACK = "upload.extend"  # only where the file system has no fallocate
 LIVES_BEYOND = 3
-# No daemon verifies with the data plane; the probe is over when a life begins.
-NEVER = {"pack.verify", "probe.open", "probe.write", "probe.read"}
+# No daemon verifies with the data plane, no life rewrites a pack (tests/dataplane/test_rewrite.py does); the probe is
+# over when a life begins.
+NEVER = {"pack.verify", "pack.segment", "probe.open", "probe.write", "probe.read"}
 NO_FALLOCATE = ("upload.allocate", "fail", 1, ALWAYS, errno.EOPNOTSUPP)
 
 

@@ -18,7 +18,7 @@ from kvstore_service._proto import admin_service_pb2_grpc as admin_grpc
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service._proto import store_service_pb2_grpc as pb_grpc
 from kvstore_service.client import (
-    RECORD_ORDERS,
+    LEARNT,
     AdminClient,
     KindSpec,
     Layout,
@@ -338,9 +338,7 @@ def test_an_order_of_records_that_nobody_knows_is_refused(tmp_path: Path) -> Non
         client.register_worker(1, 4096, 4096, [RingGeometry(8, 8, 64)]).close()
         client.serve_rings()
         session = client.open_session(LAYOUT, 1024)
-        reservation = PackReservation(0, 256, b"d" * 32, record_order=len(RECORD_ORDERS))
-        with pytest.raises(
-            StoreError, match=f"record_order {len(RECORD_ORDERS)}: 0..{len(RECORD_ORDERS) - 1}"
-        ) as raised:
+        reservation = PackReservation(0, 256, b"d" * 32, record_order=LEARNT)
+        with pytest.raises(StoreError, match=f"record_order {LEARNT}: 0..{LEARNT - 1}") as raised:
             client.reserve_pack(session, [reservation])
         assert raised.value.code == "INVALID_ARGUMENT"

@@ -62,6 +62,7 @@ class Catalog:
             directories.require_own(directory)
         self.quarantine_dir = data_dir / "quarantine"
         self._tenants_path = data_dir / "tenants"
+        self.replaced = 0  # packs of which another build was put in their place since the start
         for name in _OWN_FILES:
             directories.require_plain(data_dir / name)
         self.on_gone: Callable[[PackRow], None] = lambda row: None
@@ -271,9 +272,30 @@ class Catalog:
             return replaced
         if replaced.ref.build != row.ref.build:
             gone.append((replaced, _drop_sidecars(db, name)[0]))
-        columns = ", ".join(f"{column} = ?" for column in PACK_COLUMNS.split(", "))
-        db.execute(f"UPDATE packs SET {columns}, damage = NULL WHERE pack_id = ?1", pack_values(row))
+        _put(db, row)
         return row
+
+    def replace_pack(self, held: PackRow, row: PackRow, sidecars: Sequence[SidecarRow]) -> None:
+        """Another build of a pack, whose file and sidecars' files are durable, takes the place of the one `held`, in
+        one transaction; whose files go afterwards, its other sidecars with them.
+
+        ABORTED if the pack is not what it was: evicted, damaged or written anew; FAILED_PRECONDITION if it is pinned.
+        Then nothing is changed."""
+        name = held.ref.pack_id
+        with self._database.transaction() as db:
+            if pinned(db, name):
+                raise StoreError("FAILED_PRECONDITION", f"pack {name.hex()} is pinned", reason="PACK_PINNED")
+            query = "SELECT count(*) FROM packs WHERE pack_id = ? AND build = ? AND damage IS NULL"
+            if not db.execute(query, (name, held.ref.build)).fetchone()[0]:
+                raise StoreError("ABORTED", f"pack {name.hex()} was evicted, damaged or written anew meanwhile")
+            sidecar_files, _ = _drop_sidecars(db, name)
+            _put(db, row)
+            for sidecar in sidecars:
+                _insert_sidecar(db, sidecar)
+            commits = count_commit(db)
+        self.replaced += 1
+        self._stamp.write(self._database.id, commits)
+        self.remove_files(self._forgotten(held, sidecar_files))
 
     def descendants(self, pack_id: bytes) -> Iterator[PackRow]:
         """Every pack that continues this one, directly or not, looked up page by page."""
@@ -349,10 +371,7 @@ class Catalog:
         """The row of a file that is durable, or the one that was there before."""
         key = row.key
         with self._database.transaction() as db:
-            db.execute(
-                "INSERT OR IGNORE INTO sidecars VALUES (?, ?, ?, ?, ?, ?)",
-                (key.pack_id, key.build, key.kind, key.parameters, row.file, row.file_bytes),
-            )
+            _insert_sidecar(db, row)
             held = _held_sidecar(db, key) or row
             commits = count_commit(db)
         self._stamp.write(self._database.id, commits)
@@ -391,6 +410,19 @@ def _drop_sidecars(db: sqlite3.Connection, pack_id: bytes) -> tuple[list[str], i
     found = db.execute("SELECT file, file_bytes FROM sidecars WHERE pack_id = ?", (pack_id,)).fetchall()
     db.execute("DELETE FROM sidecars WHERE pack_id = ?", (pack_id,))
     return [file for file, _ in found], sum(size for _, size in found)
+
+
+def _put(db: sqlite3.Connection, row: PackRow) -> None:
+    """In the place of the row that the pack has; what it continues and is continued by stays."""
+    columns = ", ".join(f"{column} = ?" for column in PACK_COLUMNS.split(", "))
+    db.execute(f"UPDATE packs SET {columns}, damage = NULL WHERE pack_id = ?1", pack_values(row))
+
+
+def _insert_sidecar(db: sqlite3.Connection, row: SidecarRow) -> None:
+    """Unless its key has one."""
+    key = row.key
+    values = (key.pack_id, key.build, key.kind, key.parameters, row.file, row.file_bytes)
+    db.execute("INSERT OR IGNORE INTO sidecars VALUES (?, ?, ?, ?, ?, ?)", values)
 
 
 def _held_sidecar(db: sqlite3.Connection, key: SidecarKey) -> SidecarRow | None:

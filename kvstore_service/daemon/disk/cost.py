@@ -3,7 +3,10 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore_service.daemon import logs, native
 from kvstore_service.shared.types import StoreError
@@ -13,6 +16,16 @@ log = logging.getLogger(__name__)
 OFF = (0.0, 0.0, 0.0)  # a request costs nothing: none is saved by reading through what nobody wants
 
 Microseconds = tuple[float, float, float]
+
+
+def read_us(cost: Microseconds, runs: NDArray[np.integer[Any]], blocks: NDArray[np.integer[Any]]) -> float:
+    """What it costs to read these blocks, each of its run: int[n] in the order of (run, block), no pair twice. Gaps
+    are read through where that is cheaper, by runs alone."""
+    gaps = np.diff(blocks) - 1
+    joined = (np.diff(runs) == 0) & (gaps <= native.through_blocks(cost))
+    request_us, kib_us, _ = cost
+    requests, read = len(blocks) - joined.sum(), len(blocks) + gaps[joined].sum()
+    return float(request_us * requests + kib_us * native.BLOCK_BYTES / 1024 * read)
 
 
 @dataclass(frozen=True)

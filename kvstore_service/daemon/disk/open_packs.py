@@ -28,8 +28,9 @@ log = logging.getLogger("kvstored.open_packs")
 
 @dataclass
 class _OpenPack:
-    """`handle` is None while the file is being opened; `closing` is final."""
+    """Of `row`. `handle` is None while the file is being opened; `closing` is final."""
 
+    row: PackRow
     handle: int | None = None
     holders: int = 0
     retired: bool = False
@@ -65,7 +66,7 @@ class OpenPacks:
                 self._idle.pop(build, None)
                 pack.holders += 1
                 return pack.handle
-            pack = self._open[build] = _OpenPack()
+            pack = self._open[build] = _OpenPack(row)
         try:
             handle = self._open_file(row)
         except BaseException:
@@ -122,6 +123,11 @@ class OpenPacks:
             with self._changed:
                 del self._open[build]
                 self._changed.notify_all()
+
+    def idle(self) -> list[PackRow]:
+        """Open packs that nobody holds, the longest idle first."""
+        with self._changed:
+            return [self._open[build].row for build in self._idle]
 
     def holders(self) -> tuple[int, int]:
         """(open packs, holders of all of them)."""

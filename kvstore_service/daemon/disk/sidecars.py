@@ -37,6 +37,19 @@ def write(catalog: Catalog, key: SidecarKey, content: bytes | memoryview) -> Non
     """Durable on return. The first content of a key stays, unless it was damaged since."""
     if _is_held(catalog, key):
         return
+    row = write_file(catalog, key, content)
+    path = catalog.sidecars_dir / row.file
+    try:
+        kept = catalog.commit_sidecar(row)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    if kept.file != row.file:
+        path.unlink()
+
+
+def write_file(catalog: Catalog, key: SidecarKey, content: bytes | memoryview) -> SidecarRow:
+    """The file alone, durable on return. Whoever commits no row for it removes it."""
     encoded = _encoded(key)
     head = _HEAD.pack(_MAGIC, len(encoded), len(content)) + encoded
     tail = _CRC.pack(zlib.crc32(content, zlib.crc32(head)))
@@ -50,13 +63,11 @@ def write(catalog: Catalog, key: SidecarKey, content: bytes | memoryview) -> Non
             os.fsync(file.fileno())
         partial.rename(path)
         sync_directory(catalog.sidecars_dir)
-        kept = catalog.commit_sidecar(SidecarRow(key, name, file_bytes(key, len(content))))
     except BaseException:
         partial.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         raise
-    if kept.file != name:
-        path.unlink()
+    return SidecarRow(key, name, file_bytes(key, len(content)))
 
 
 def read(catalog: Catalog, key: SidecarKey) -> bytes | None:

@@ -246,7 +246,7 @@ class AdminService(admin_grpc.AdminServiceServicer):
         return admin_pb.AuditResponse(checks=checks)
 
     def Verify(self, request: admin_pb.VerifyRequest, context: Call) -> Iterator[admin_pb.VerifyResponse]:
-        total, rows = self._store.operation.packs_to_verify(list(request.pack_ids))
+        total, rows = self._store.operation.packs_named_or_all(list(request.pack_ids))
         for done, row in enumerate(rows, start=1):
             if not context.is_active():
                 return
@@ -258,6 +258,24 @@ class AdminService(admin_grpc.AdminServiceServicer):
                 bytes=row.file_bytes,
                 bad_blocks=bad_blocks,
                 error=error,
+            )
+
+    def Retier(self, request: admin_pb.RetierRequest, context: Call) -> Iterator[admin_pb.RetierResponse]:
+        total, rows = self._store.operation.packs_named_or_all(list(request.pack_ids))
+        for done, row in enumerate(rows, start=1):
+            if not context.is_active():
+                return
+            found = self._store.operation.retier(row, request.dry_run)
+            yield admin_pb.RetierResponse(
+                pack_id=row.ref.pack_id,
+                done=done,
+                total=max(total, done),
+                code=code_pb2.Code.Value(found.error.code) if found.error else code_pb2.OK,
+                message=found.error.message if found.error else "",
+                runs=found.runs,
+                before_us=found.before_us,
+                after_us=found.after_us,
+                bytes=found.bytes,
             )
 
     def Drain(self, request: admin_pb.DrainRequest, context: Call) -> admin_pb.DrainResponse:

@@ -13,6 +13,7 @@ from kvstore_service.daemon.disk import files
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.store.registry import Registry, Worker
+from kvstore_service.daemon.store.retier import UnderWay
 from kvstore_service.daemon.store.uploads import Uploads
 
 LISTED_MAX = 5
@@ -41,6 +42,7 @@ class Audited:
     registry: Registry
     plane: native.DataPlane
     lookups_begun: Callable[[], tuple[int, int]]
+    rewritten: Callable[[], UnderWay]
 
     def checks(self) -> list[Check]:
         """Calls of workers pause while figures are read one after the other; rows and files are gone through while
@@ -85,7 +87,8 @@ class Audited:
 
     def _is_strange(self, path: Path) -> bool:
         _, uploading = self.uploads.promised()
-        return path not in uploading and self.catalog.wanted_bytes(path) is None and _size_of(path) >= 0
+        known = path in uploading or path in self.rewritten().files
+        return not known and self.catalog.wanted_bytes(path) is None and _size_of(path) >= 0
 
     def _totals(self) -> list[Check]:
         kept, counted = self.catalog.census.recounted()
@@ -96,19 +99,23 @@ class Audited:
 
     def _promises(self) -> list[Check]:
         promised, uploading = self.uploads.promised()
-        return [_equal("promised bytes = open uploads", promised, sum(uploading.values()))]
+        opened = sum(uploading.values()) + self.rewritten().promised_bytes
+        return [_equal("promised bytes = open uploads and a rewrite", promised, opened)]
 
     def _references(self) -> list[Check]:
         workers = self.registry.workers()
         sessions = self.registry.all()
         bindings = [binding for worker in workers for binding in list(worker.bound.values())]
         opened, holders = self.packs.holders()
+        rewritten = self.rewritten()
         stats = self.plane.stats()
         return [
             _equal("references = packs of sessions", self.registry.references_total(), _sum(s.packs for s in sessions)),
-            _equal("holders of packs = packs of bound slots", holders, _sum(b.packs for b in bindings)),
+            _equal(
+                "holders of packs = packs of bound slots", holders, _sum(b.packs for b in bindings) + rewritten.holders
+            ),
             _equal("open packs", stats["packs_open"], opened),
-            _equal("open uploads", stats["uploads_open"], self.uploads.open_count()),
+            _equal("open uploads", stats["uploads_open"], self.uploads.open_count() + rewritten.uploads),
             _equal("bound slots", stats["bound_slots"], len(bindings)),
             _equal("registered workers", stats["workers"], sum(w.native_id is not None for w in workers)),
             _equal("rings", stats["rings"], _sum(w.rings for w in workers if w.served)),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvstore_service.shared.types import StoreError, Violation
 
-KINDS = ("commit", "damage", "drain", "evict", "quota", "upload", "worker")
+KINDS = ("commit", "damage", "drain", "evict", "quota", "retier", "upload", "worker")
 WATCHERS_MAX = 4  # each holds a thread of the streams'
 BACKLOG_MAX = 4096  # events that a slow watcher may be behind
 EVICTED_MAX = 16384

@@ -14,6 +14,7 @@ from kvstore_service.daemon.store import audit
 from kvstore_service.daemon.store.dram import DramUse
 from kvstore_service.daemon.store.eviction import BATCH, BATCH_BYTES, Outcome, enough
 from kvstore_service.daemon.store.registry import NO_WORKERS, Worker
+from kvstore_service.daemon.store.retier import Retier, Retiered
 from kvstore_service.daemon.store.room import Bound
 from kvstore_service.daemon.store.state import State
 from kvstore_service.daemon.store.uploads import DescribedUpload
@@ -56,8 +57,9 @@ class TenantUse:
 class Operation:
     """Pins, evicts, verifies, audits, counts."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, retier: Retier) -> None:
         self._state = state
+        self._retier = retier
         self._setting_quotas = threading.Lock()
 
     def drain(self) -> None:
@@ -127,11 +129,12 @@ class Operation:
         """Compares what must be equal; see `kvstore_service.daemon.store.audit`."""
         state = self._state
         parts = audit.Audited(
-            state.catalog, state.uploads, state.open_packs, state.registry, state.plane, state.lookups_begun
-        )
+            state.catalog, state.uploads, state.open_packs, state.registry, state.plane, state.lookups_begun,
+            lambda: self._retier.under_way,
+        )  # fmt: skip
         return audit.read(parts, AUDIT_LOOKS, lambda: time.sleep(AUDIT_PAUSE_S))
 
-    def packs_to_verify(self, pack_ids: Sequence[bytes]) -> tuple[int, Iterator[PackRow]]:
+    def packs_named_or_all(self, pack_ids: Sequence[bytes]) -> tuple[int, Iterator[PackRow]]:
         """The packs named, or all, and how many that are; NOT_FOUND."""
         if pack_ids:
             return len(pack_ids), iter([self._state.catalog.any_pack(name) for name in pack_ids])
@@ -141,6 +144,10 @@ class Operation:
         """Reads every block of the pack from disk, and its sidecars: (bad blocks, error). A pack whose bytes are not
         what was committed is served no more, a sidecar goes."""
         return self._state.verifier.verify(row)
+
+    def retier(self, row: PackRow, dry_run: bool) -> Retiered:
+        """Rewrites the pack in an order that is learnt from its use, or says why not; waits until that is done."""
+        return self._retier.retier(row, dry_run)
 
     def counters(self) -> dict[str, int]:
         """Of the data plane and of the store, since the start."""

@@ -13,7 +13,7 @@ from kvstore_service.shared.types import FINGERPRINT_BYTES, NO_PARENT, PackRef, 
 CANDIDATES_MAX = 16384
 CHAINS_MAX = 8
 PROBES_MAX = 256  # files that a lookup opens beyond a damaged one
-LOOKS = 7  # at a chain that is being evicted meanwhile; a removal takes milliseconds
+LOOKS = 12  # at a chain that is being evicted or rewritten meanwhile, which takes as long as a commit
 LOOK_S = 0.001
 
 
@@ -55,13 +55,16 @@ class Prefixes:
     ) -> list[PackRef]:
         """What is found stays for a while: the last pack's lease keeps the whole chain from being evicted."""
         for look in range(LOOKS):
+            replaced = self._state.catalog.replaced
             found = self._longest(worker, fingerprint, candidates, require_active)
             if not found:
                 return found
             last = found[-1].pack_id
             self._state.leases.take([last], worker.token, worker.uid)
-            # It may have gone between the look and the lease, or be about to go.
-            if not self._state.registry.is_condemned(last) and self._state.catalog.served(last) is not None:
+            # It may have gone between the look and the lease, or be about to go, or another build of what it continues
+            # has come.
+            stays = not self._state.registry.is_condemned(last) and self._state.catalog.served(last) is not None
+            if stays and self._state.catalog.replaced == replaced:
                 self._state.use([ref.pack_id for ref in found])
                 self._state.count("lookup_tokens_found", found[-1].end)
                 return found

@@ -56,10 +56,11 @@ class Room:
         self._promised: Counter[str] = Counter()
         self._quotas = {name: quota.nvme_bytes for name, quota in catalog.quotas().items() if quota.nvme_bytes}
 
-    def promise(self, tenant: str, wanted_bytes: int, seal: bool = False) -> None:
+    def promise(self, tenant: str, wanted_bytes: int, seal: bool = False, evict: bool = True) -> None:
         """Sets bytes aside until `unpromise`, evicting for them if need be. RESOURCE_EXHAUSTED names the bound.
 
-        `seal`: for a generation that runs; it may use what is kept for such."""
+        `seal`: for a generation that runs; it may use what is kept for such. Without `evict` nothing goes for it."""
+        evict = evict and self._config.on_full == "evict"
         making = False
         for _ in range(TRIES):
             with self._lock:
@@ -67,17 +68,15 @@ class Room:
                 if not short:
                     self._promised[tenant] += wanted_bytes
                     return
-            making = self._make(short[0], wanted_bytes, seal)
+            making = evict and self._make(short[0], wanted_bytes, seal)
             if not making:
                 break
-        raise _refused(short[0], wanted_bytes, seal, self._config.on_full == "evict", making)
+        raise _refused(short[0], wanted_bytes, seal, evict, making)
 
     def _make(self, bound: Bound, wanted_bytes: int, seal: bool) -> bool:
         """Whether packs have gone for it."""
         fits = bound.lacks(wanted_bytes, seal) <= bound.stored_bytes
-        if self._config.on_full != "evict" or not fits:
-            return False
-        return self._eviction.free(bound.lacks(wanted_bytes, seal), bound.tenant, PACKS_PER_TURN) > 0
+        return fits and self._eviction.free(bound.lacks(wanted_bytes, seal), bound.tenant, PACKS_PER_TURN) > 0
 
     def unpromise(self, tenant: str, size_bytes: int) -> None:
         with self._lock:
@@ -114,15 +113,21 @@ class Room:
     def clear_disk(self, wanted_bytes: int) -> None:
         """Evicts where the disk itself, whatever the bounds, has no room for so many bytes and the ballast; nothing
         where all that is stored would not be enough. RESOURCE_EXHAUSTED."""
-        needed_bytes = wanted_bytes + self._catalog.ballast.owed_bytes()
-        short_bytes = needed_bytes - free_bytes(self._catalog.packs_dir)
+        short_bytes = self._short_bytes(wanted_bytes)
         if self._config.on_full != "evict" or short_bytes <= 0:
             return
         if short_bytes <= self._catalog.totals().stored_bytes and self._free(short_bytes):
             return
-        free = free_bytes(self._catalog.packs_dir)
-        if free < needed_bytes:  # others may have made room meanwhile
+        self.require_disk(wanted_bytes)  # others may have made room meanwhile
+
+    def require_disk(self, wanted_bytes: int) -> None:
+        """RESOURCE_EXHAUSTED where the disk itself has no room for so many bytes and the ballast; nothing goes."""
+        if self._short_bytes(wanted_bytes) > 0:
+            free = free_bytes(self._catalog.packs_dir)
             raise full("disk", f"{free} B are free on the disk; {wanted_bytes} B more do not fit")
+
+    def _short_bytes(self, wanted_bytes: int) -> int:
+        return wanted_bytes + self._catalog.ballast.owed_bytes() - free_bytes(self._catalog.packs_dir)
 
     def _free(self, wanted_bytes: int) -> bool:
         """Whether so many bytes of packs are gone, which is told apart from what the disk says: it may lag behind."""

@@ -17,6 +17,7 @@ from logging import ERROR, WARNING
 from kvstore_service.daemon import native
 from kvstore_service.daemon.config import Config, machine_bytes
 from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.cost import Microseconds
 from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.disk.uses import BATCH_ROWS
 from kvstore_service.daemon.disk.verifier import Verifier
@@ -36,8 +37,8 @@ DAMAGED_LOGGED_MAX = 100  # at a start
 COUNTED = (
     "commit_exists", "commits", "files_quarantined", "leftovers_removed", "lookup_damaged", "lookup_errors",
     "lookup_hits", "lookup_misses", "lookup_tokens_found", "lookups", "packs_evicted", "packs_evicted_bytes",
-    "packs_evicted_operator", "packs_evicted_room", "reserve_exists", "reserve_in_progress", "uploads_expired",
-    "uses_lost",
+    "packs_evicted_operator", "packs_evicted_room", "packs_retiered", "reserve_exists", "reserve_in_progress",
+    "uploads_expired", "uses_lost",
 )  # fmt: skip
 
 log = logging.getLogger("kvstored.store")
@@ -46,8 +47,9 @@ log = logging.getLogger("kvstored.store")
 class State:
     """The parts of a running store, each thread-safe."""
 
-    def __init__(self, config: Config, catalog: Catalog, plane: native.DataPlane) -> None:
+    def __init__(self, config: Config, catalog: Catalog, plane: native.DataPlane, disk_cost: Microseconds) -> None:
         self.config = config
+        self.disk_cost = disk_cost
         self.catalog = catalog
         self.plane = plane
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -25,9 +25,9 @@ from kvstore_service.daemon.store.room import Room, full
 from kvstore_service.shared.types import (
     DIGEST_BYTES,
     HASH_BLOCK_TOKENS,
+    LEARNT,
     NO_PARENT,
     PACK_ID_BYTES,
-    RECORD_ORDERS,
     CommittedPack,
     PackRef,
     PackReservation,
@@ -445,8 +445,8 @@ def _check(item: PackReservation, pack_tokens: int) -> None:
             "INVALID_ARGUMENT",
             f"tokens {item.tokens}: a pack has a multiple of {HASH_BLOCK_TOKENS}, at most {pack_tokens}",
         )
-    if not 0 <= item.record_order < len(RECORD_ORDERS):
-        raise StoreError("INVALID_ARGUMENT", f"record_order {item.record_order}: 0..{len(RECORD_ORDERS) - 1}")
+    if not 0 <= item.record_order < LEARNT:
+        raise StoreError("INVALID_ARGUMENT", f"record_order {item.record_order}: 0..{LEARNT - 1}")
     if len(item.token_digest) != DIGEST_BYTES or len(item.parent) not in (0, PACK_ID_BYTES):
         raise StoreError("INVALID_ARGUMENT", f"token_digest has {DIGEST_BYTES} bytes, parent none or {PACK_ID_BYTES}")
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstore_service import _native
 from kvstore_service.daemon import directories
 from kvstore_service.daemon.disk import catalog, database, files, sidecars
-from kvstore_service.daemon.store import uploads
+from kvstore_service.daemon.disk.rows import SidecarRow
+from kvstore_service.daemon.store import retier, uploads
+from kvstore_service.shared.types import PackRow
 
 _ALWAYS = 1 << 40
 
@@ -76,6 +78,21 @@ def _stamp_before_moves_are_durable() -> None:
     catalog.sync_directory = _forget
 
 
+def _old_build_removed_before_its_row() -> None:
+    replace_pack = catalog.Catalog.replace_pack
+
+    def hasty(self: catalog.Catalog, held: PackRow, row: PackRow, sidecars: Sequence[SidecarRow]) -> None:
+        files.remove_file(self.packs_dir / held.file)
+        files.sync_directory(self.packs_dir)
+        replace_pack(self, held, row, sidecars)
+
+    catalog.Catalog.replace_pack = hasty  # type: ignore[method-assign]
+
+
+def _new_build_without_its_directory() -> None:
+    retier.sync_directory = _forget
+
+
 BUGS: dict[str, Callable[[], None]] = {
     "no sync before the row": _no_sync_before_the_row,
     "no sync of the directory": _no_sync_of_the_directory,
@@ -86,4 +103,6 @@ BUGS: dict[str, Callable[[], None]] = {
     "a log that is not cut at the start": _statement_replaced("PRAGMA wal_checkpoint(TRUNCATE)", "SELECT 1"),
     "a stamp that must be readable": _stamp_that_must_be_readable,
     "a stamp before moves are durable": _stamp_before_moves_are_durable,
+    "an old build removed before its row": _old_build_removed_before_its_row,
+    "a new build without its directory": _new_build_without_its_directory,
 }

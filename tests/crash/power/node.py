@@ -8,21 +8,24 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore_service.client import WorkerMemory
 from kvstore_service.daemon import config, directories, native
 from kvstore_service.daemon.disk.catalog import Catalog
+from kvstore_service.daemon.disk.learnt_order import RUNS_MIN
 from kvstore_service.daemon.store.store import Store
 from kvstore_service.daemon.store.uploads import pack_id
 from kvstore_service.shared import memory
-from kvstore_service.shared.types import NO_PARENT, PackRef, PackRow, RingGeometry, SidecarKey
-from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, TestWorker, digest, expected, order_of
+from kvstore_service.shared.types import LEARNT, NO_PARENT, PackRef, PackRow, RingGeometry, SidecarKey
+from tests.support.world import LANES, LAYERS, LAYOUT, RECORD_BYTES, TOKENS, TestWorker, digest, order_of, records_of
 
 CHAINS, CHAIN_PACKS = 4, 3
 KINDS = ("hash", "graph")  # of sidecars
 GATHERED_MAX = 256
 DECLARED_TOKENS = 4096
 SLOT = 0
+LEARN_BYTES = 1 << 20
 
 
 def numbers_of(chain: int) -> list[int]:
@@ -43,7 +46,7 @@ def config_of(data_dir: Path, nvme_bytes: int, dram_bytes: int) -> config.Config
         [
             f"--data-dir={data_dir}", f"--socket={data_dir}.s", f"--broker={data_dir}.b", "--metrics-addr=off",
             f"--nvme-bytes={nvme_bytes}", f"--dram-bytes={dram_bytes}", "--copy-threads=1", "--window=shm",
-            "--verify-bytes-per-s=unlimited", "--lease-s=0", "--io-depth=8",
+            "--verify-bytes-per-s=unlimited", "--lease-s=0", "--io-depth=8", f"--learn-bytes={LEARN_BYTES}",
         ],
         {},
     )  # fmt: skip
@@ -82,7 +85,13 @@ class Node:
         directories.prepare(settings.data_dir)
         self.catalog = Catalog(settings.data_dir)
         self.catalog.freeze({"extent_blocks": settings.extent_blocks})
-        plane = native.DataPlane(settings.dram_bytes, settings.io_depth, 1, extent_blocks=settings.extent_blocks)
+        plane = native.DataPlane(
+            settings.dram_bytes,
+            settings.io_depth,
+            1,
+            extent_blocks=settings.extent_blocks,
+            learn_bytes=settings.learn_bytes,
+        )
         self.store = Store(settings, self.catalog, plane)
         calls = _Calls(self.store)
         self.peer = calls.peer
@@ -141,17 +150,40 @@ class Node:
         return session, self.store.slots.bind(self.peer, session, SLOT, refs, windows).epoch
 
     def compare(self, numbers: Sequence[int], epoch: int, chance: Random) -> None:
-        """Records of the bound packs, fetched through the ring, with what they must be."""
+        """Records of the bound packs, fetched through the ring, with what they must be by the packs' maps."""
         count = len(numbers) * TOKENS
         records = np.array(sorted(chance.sample(range(count), min(count, GATHERED_MAX))), np.uint32)
-        np.testing.assert_array_equal(self.worker.gather(SLOT, epoch, records), expected(list(numbers), records))
+        found = self.worker.gather(SLOT, epoch, records)
+        maps = [self.map_of(row) for number in numbers if (row := self.row(number)) is not None]
+        for layer, lane in np.ndindex(LAYERS, LANES):
+            parts = [
+                records_of(number, layer, lane)[order[layer, lane]] for number, order in zip(numbers, maps, strict=True)
+            ]
+            np.testing.assert_array_equal(found[layer, lane], np.concatenate(parts)[records])
 
-    def compare_map(self, number: int, row: PackRow) -> None:
+    def map_of(self, row: PackRow) -> NDArray[np.uint16]:
         key = SidecarKey(row.ref.pack_id, row.ref.build, "map")
         with memory.Owned(self.store.indexes.get(self.peer, key)) as shared:
-            order = np.frombuffer(memory.read(shared.fd), np.uint16).reshape(LAYERS, LANES, TOKENS)
+            return np.frombuffer(memory.read(shared.fd), np.uint16).reshape(LAYERS, LANES, TOKENS)
+
+    def compare_map(self, number: int, row: PackRow) -> None:
+        """The writer's order; of a pack that was rewritten some order of all tokens."""
+        order = self.map_of(row)
         for layer, lane in np.ndindex(LAYERS, LANES):
-            np.testing.assert_array_equal(order[layer, lane], order_of(number, layer, lane))
+            mine = order[layer, lane]
+            if row.record_order == LEARNT:
+                mine, wanted = np.sort(mine), np.arange(TOKENS)
+            else:
+                wanted = order_of(number, layer, lane)
+            np.testing.assert_array_equal(mine, wanted)
+
+    def use(self, rows: Sequence[PackRow]) -> None:
+        """Runs that want a record of each block, often enough to learn from."""
+        session, epoch = self.attach(rows)
+        hot = np.arange(0, len(rows) * TOKENS, 4096 // RECORD_BYTES, dtype=np.uint32)
+        for _ in range(RUNS_MIN):
+            self.worker.gather(SLOT, epoch, hot)
+        self.close_session(session)
 
     def close_session(self, session: str) -> None:
         self.store.sessions.close(self.peer, session)

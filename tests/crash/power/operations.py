@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 
-from kvstore_service.shared.types import PackReservation, PackRow, ReservedPack, StoreError
+from kvstore_service.shared.types import LEARNT, PackReservation, PackRow, ReservedPack, StoreError
 from tests.crash.power.ledger import Ledger
 from tests.crash.power.node import CHAIN_PACKS, CHAINS, KINDS, NUMBERS, Node, content_of, numbers_of
 from tests.support.world import LANES, LAYERS, LAYOUT, TOKENS, candidate, digest
@@ -220,6 +220,26 @@ def find(scene: Scene) -> None:
     assert found == [row.ref for row in scene.node.stored(chain)]
 
 
+def retier(scene: Scene) -> None:
+    """A stored chain is used and then rewritten: every pack stays, its sidecars, which are no indexes, may go."""
+    numbers, rows = scene.stored_chain()
+    if not rows:
+        return
+    scene.node.use(rows)
+    for number, row in zip(numbers, rows, strict=True):
+        for kind in KINDS:
+            if scene.ledger.of(f"sidecar {number} {kind}") != [False]:
+                scene.ledger.may_be(f"sidecar {number} {kind}", False)
+        found = scene.node.store.operation.retier(row, dry_run=False)
+        if found.error is None:
+            now = scene.node.row(number)
+            assert now is not None
+            assert (now.ref.build != row.ref.build, now.record_order) == (True, LEARNT)
+        else:
+            assert found.error.reason in ("QUOTA_EXCEEDED", "NO_ROOM", "PACK_PINNED", "NO_SAMPLES", "NO_GAIN"), found
+    scene.look(numbers)
+
+
 def keep_house(scene: Scene) -> None:
     scene.may_evict()
     scene.node.keep_house()
@@ -228,7 +248,7 @@ def keep_house(scene: Scene) -> None:
 
 OPERATIONS: dict[Callable[[Scene], None], int] = {
     write: 6, seal: 3, keep_sidecar: 3, evict: 2, abandon: 2, read: 2, keep_house: 1, pin: 1, set_quota: 1, hint: 1,
-    verify: 1, find: 1,
+    verify: 1, find: 1, retier: 8,
 }  # fmt: skip
 
 

@@ -34,9 +34,10 @@ from kvstore_service.shared.settings import (
 
 __all__ = ["DEFAULTS", "ENVIRONMENT", "KEYS", "ConfigError", "WorkerConfig"]
 
-# What our processes set, where nobody has, before they import torch: its threads sleep at the end of each product.
-# Threads that spin take busy cores from the very threads that they wait for.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+# What our processes set, where nobody has, before they import torch. Its threads sleep at the end of each product:
+# threads that spin take busy cores from the very threads that they wait for. And however many they are, MKL adds in
+# one order.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MKL_CBWR": "AUTO,STRICT"}
 
 
 @dataclass(frozen=True)

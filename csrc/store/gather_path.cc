@@ -272,9 +272,8 @@ size_t GatherPath::pin(RunTask& t, uint32_t from, uint32_t room, uint64_t& cost)
 }
 
 // Copies the records' descriptors out of shared memory and checks them, or makes those of a RANGE. False: a pair is
-// wrong. Records of earlier
-// portions may have reached their places by then, all within the worker's own lane, where nothing is read before the
-// run's cell says OK.
+// wrong. Records of earlier portions may have reached their places by then, all within the worker's own lane, where
+// nothing is read before the run's cell says OK.
 bool GatherPath::copy_pairs(RunTask& t, uint32_t from, uint32_t records) {
   const std::span<Pair> pairs(pairs_.data(), records);
   if (t.op != Op::kGather) {

@@ -233,7 +233,7 @@ def test_samples_are_read_while_two_threads_take_them(directory, rng):
 
         def also() -> None:
             for records in wanted:
-                pairs = np.stack([records, np.arange(64)], 1).astype(np.uint32)
+                pairs = np.stack([records, np.arange(64, 128)], 1).astype(np.uint32)
                 second.wait(second.post(OP_GATHER, 0, 0, run(0, epoch, pair_count=64), pairs, 10_000_000), 10_000_000)
 
         rig.ring, beside = rig.add_ring(), threading.Thread(target=also)

@@ -21,8 +21,9 @@ def shim() -> Path:
 
 @pytest.fixture
 def daemon(shim: Path, tmp_path: Path) -> Iterator[Daemon]:
-    """A real daemon whose disk calls can be made to fail."""
-    with Daemon(tmp_path, faulty=True, native=shim) as running:
+    """A real daemon whose disk calls can be made to fail. All lives of a test fit its tier: a hint displaces nothing
+    that was used."""
+    with Daemon(tmp_path, "256MiB", faulty=True, native=shim) as running:
         yield running
 
 

@@ -35,8 +35,8 @@ from kvstore_service.shared.settings import (
 __all__ = ["DEFAULTS", "ENVIRONMENT", "KEYS", "ConfigError", "WorkerConfig"]
 
 # What our processes set, where nobody has, before they import torch. Its threads sleep at the end of each product:
-# threads that spin take busy cores from the very threads that they wait for. And however many they are, MKL adds in
-# one order.
+# threads that spin take busy cores from the very threads that they wait for. And MKL is to give the same bits however
+# many they are.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MKL_CBWR": "AUTO,STRICT"}
 
 

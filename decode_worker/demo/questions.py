@@ -232,9 +232,9 @@ def _kv_bytes(config: WorkerConfig, tokens: int) -> int:
 
 
 def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
+    columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Redirected, a line that a thread of Ray's prints draws the bar again below itself, even after the bar's end.
+    return Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
 
 
 def _mean_ms(outcome: Outcome) -> float:

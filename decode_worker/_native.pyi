@@ -14,6 +14,7 @@ DLPack = Any  # a capsule of a tensor (torch.utils.dlpack.to_dlpack), or the ten
 RUN_DTYPE: np.dtype[np.void]  # of struct Run in csrc/core/ring.h
 PULL_LINE_BYTES: int
 REQUESTS_HEADER_BYTES: int  # before the tickets
+BLOCK_BYTES: int  # of packs: no record straddles two
 OP_GATHER: int
 OP_RANGE: int
 OP_STORE: int

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from decode_worker.importance import IMPORTANCES
 from decode_worker.kernels.sets import KERNELS
 from decode_worker.policy.cache.base import CACHES
 from decode_worker.policy.lookahead import Lookahead
@@ -73,6 +74,7 @@ class WorkerConfig:
     storage: str = "bfloat16"
     record_kind: str = "model"
     order: str = "pack"
+    importance: str = "hint"
     staging_bytes: int = 16 << 20
     wait_ms: int = 2000
     stale: str = "use"
@@ -193,6 +195,13 @@ KEYS = (
         "records of packs: in `storage`, or quantised; tails and resident heads never are",
     ),
     Key("order", None, choice(*RECORD_ORDERS[1:LEARNT]), "of the records in a pack's segments"),
+    Key(
+        "importance",
+        None,
+        choice(*IMPORTANCES.names),
+        "what of a new prompt is put into DRAM as it is written: what each head attends to, or all heads of a layer by "
+        "position; hint: read back from the disk, none: nothing",
+    ),
     Key("staging_bytes", None, size(1 << 16), "memory through which packs are written"),
     Key("wait_ms", None, count(1, 600_000), "deadline of every wait for the daemon"),
     Key("stale", None, choice("use", "fail"), "after a failed fetch: use the old set, or fail"),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from decode_worker import packing
 from decode_worker.failures import clean_up
+from decode_worker.importance import IMPORTANCES, grades
 from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.plan import RUN_DTYPE
 from decode_worker.records import RecordFormat
@@ -62,7 +63,7 @@ class PackDraft:
 
 
 class PackWriter:
-    """`order`: one of packing.ORDERS. StoreError on whatever the store refuses.
+    """`order`: one of packing.ORDERS; `importance`: one of IMPORTANCES. StoreError on whatever the store refuses.
 
     Drafts of several prompts and tails may be on their way at once. `reserve`, `seal` and `abort` only call the store,
     and may do so in another thread than the one that does the pieces."""
@@ -77,6 +78,7 @@ class PackWriter:
         calls: StoreCalls,
         *,
         order: str,
+        importance: str,
     ) -> None:
         self._records = records
         self._retriever = retriever
@@ -85,6 +87,7 @@ class PackWriter:
         self._catalogue = catalogue
         self._calls = calls
         self._order, self._number = packing.ORDERS[order], RECORD_ORDERS.index(order)
+        self.importance = IMPORTANCES[importance]
 
     def reserve(
         self, session_id: str, reservations: Sequence[PackReservation], compete: bool = False
@@ -127,11 +130,13 @@ class PackWriter:
         values: torch.Tensor,
         importance: torch.Tensor,
         order: NDArray[np.uint16] | None = None,
+        hot: NDArray[np.bool_] | None = None,
     ) -> Pieces[None]:
         """Orders, indexes and stages one layer: K, V [n, H, d]; importance [H, n]. Layers come in order. Their device
         finds the order, the host does the rest.
 
-        order: [H, n], record -> token, of who knows one; a pack that is stored already keeps its own."""
+        order: [H, n], record -> token, of who knows one; a pack that is stored already keeps its own. hot: [H, n],
+        tokens that DRAM is to have, as far as it has room."""
         if draft.known is not None:
             return
         rounded = self._records.rounded(keys)
@@ -144,17 +149,26 @@ class PackWriter:
         draft.index_layers.append(self._retriever.build(layer, rounded.numpy(), order))
         if draft.reserved.upload_id is not None:
             yield from self._transport.staging.room(self._records.staged_bytes(len(keys)))
-            self._stage(draft, layer, keys, values, order)
+            self._stage(draft, layer, keys, values, order, hot)
         yield None
 
     def _stage(
-        self, draft: PackDraft, layer: int, keys: torch.Tensor, values: torch.Tensor, order: NDArray[np.uint16]
+        self,
+        draft: PackDraft,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        order: NDArray[np.uint16],
+        hot: NDArray[np.bool_] | None,
     ) -> None:
+        graded = None if hot is None else grades(hot, order, self._records.records_per_block)
+
         def fill(part: NDArray[np.uint8], offset: int) -> NDArray[np.void]:
             runs = np.zeros(len(order), dtype=RUN_DTYPE)
             runs["slot"] = draft.reserved.upload_id
             runs["lane"] = range(len(order))
-            runs["arg"] = offset + self._records.stage(part, keys, values, order)
+            runs["pair_count"] = 0 if graded is None else graded.shape[1]
+            runs["arg"] = offset + self._records.stage(part, keys, values, order, graded)
             return runs
 
         posted = self._transport.staging.store(layer, self._records.staged_bytes(len(keys)), fill)
@@ -244,8 +258,9 @@ class PackWriter:
             clean_up(error, self._client.abort_pack, mine)
 
     def _hint(self, session_id: str, packs: Sequence[IndexedPack]) -> None:
-        """Tells the store which records are worth its memory: the important class at the front of each segment."""
-        if not self._order.hot_first or not packs:
+        """Tells the store which records are worth its memory: the important class at the front of each segment. It
+        reads nothing of packs whose grades it has just followed."""
+        if not self._order.hot_first or not self.importance.hints or not packs:
             return
         self._client.hint_importance(
             session_id,

@@ -64,15 +64,28 @@ class RecordFormat:
         x = x.to(self.torch_dtype).float()
         return restored(quantised(x, self._bits), self._bits) if self.quantised else x
 
+    def blocks(self, tokens: int) -> int:
+        """Of a segment."""
+        return -(-tokens // self.records_per_block)
+
+    @property
+    def records_per_block(self) -> int:
+        return _native.BLOCK_BYTES // self.record_bytes
+
     def staged_bytes(self, tokens: int) -> int:
-        """Staging memory of one layer of a pack: per head the records, then the map."""
+        """Staging memory of one layer of a pack: per head the records, then the map, then grades."""
         return self.kv_heads * self._head_bytes(tokens)
 
     def stage(
-        self, part: NDArray[np.uint8], keys: torch.Tensor, values: torch.Tensor, order: NDArray[np.uint16]
+        self,
+        part: NDArray[np.uint8],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        order: NDArray[np.uint16],
+        grades: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint64]:
-        """Writes one layer's segments (K, V: [n, H, d]; order: uint16[H, n], record -> token) into `part`; returns
-        their offsets there, uint64[H]."""
+        """Writes one layer's segments (K, V: [n, H, d]; order: uint16[H, n], record -> token; grades: uint8[H, blocks])
+        into `part`; returns their offsets there, uint64[H]."""
         tokens = order.shape[1]
         # Converted where they lie and moved as whole records: a third of what it takes to move K and V first.
         records = torch.zeros((self.kv_heads, tokens, self.record_bytes), dtype=torch.uint8)
@@ -80,9 +93,12 @@ class RecordFormat:
         offsets = np.arange(self.kv_heads, dtype=np.uint64) * self._head_bytes(tokens)
         for head, (first, tokens_of) in enumerate(zip(offsets.tolist(), order, strict=True)):
             end = first + tokens * self.record_bytes
+            map_end = end + 2 * tokens
             segment = part[first:end].reshape(tokens, self.record_bytes)
             np.take(records[head].numpy(), tokens_of, axis=0, out=segment, mode="clip")
-            part[end : end + 2 * tokens] = tokens_of.view(np.uint8)
+            part[end:map_end] = tokens_of.view(np.uint8)
+            if grades is not None:
+                part[map_end : map_end + grades.shape[1]] = grades[head]
         return offsets
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor) -> None:
@@ -113,5 +129,5 @@ class RecordFormat:
         return self.head_dim * self._bits // 8
 
     def _head_bytes(self, tokens: int) -> int:
-        map_bytes = -(-2 * tokens // RECORD_ALIGN) * RECORD_ALIGN
-        return tokens * self.record_bytes + map_bytes
+        behind = 2 * tokens + self.blocks(tokens)
+        return tokens * self.record_bytes + -(-behind // RECORD_ALIGN) * RECORD_ALIGN

@@ -129,8 +129,8 @@ class TierPolicy:
     def victim(self, owner: int = -1, pinned: Sequence[int] = (), looks: int = 1024) -> int | None:
         """For a read that somebody waits for: wears down uses and weights. After `looks` the frame last passed over
         goes. None also after 1024 looks at pinned ones; the next call looks behind them."""
-    def coldest(self, owner: int = -1, pinned: Sequence[int] = ()) -> int | None:
-        """For a read ahead: only a frame without use and weight, and nothing wears down."""
+    def coldest(self, owner: int = -1, pinned: Sequence[int] = (), weight: int = 1) -> int | None:
+        """For what nobody waits for: only a frame without use and below that weight, and nothing wears down."""
 
 def replay(policy: str, frames: int, keys: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """For each access, by the extent's key, whether a tier of one owner, empty at first, would have had it: 0 or 1.
@@ -208,16 +208,17 @@ class DataPlane:
         Returns its id (u32).
 
         A STORE run is OK when its blocks are written (volatile); they are durable after `finish_upload`. Kind 0 brings
-        its u16 map behind the records; other kinds have none. INVALID_ARGUMENT for a map that is no permutation, and
-        for a block of nothing but zeros: it could not be told from a lost write. The caller makes the directory entry
-        durable (fsync of the directory)."""
+        its u16 map behind the records; other kinds have none. Behind that may stand grades, `pair_count` of them: a u8
+        for each block of the records, by which DRAM keeps what has just been written. INVALID_ARGUMENT for a map that
+        is no permutation, and for a block of nothing but zeros: it could not be told from a lost write. The caller
+        makes the directory entry durable (fsync of the directory)."""
     def upload_missing(self, upload: int) -> int:
         """Number of segments that no STORE has filled yet."""
-    def finish_upload(self, upload: int) -> None:
+    def finish_upload(self, upload: int) -> int:
         """Writes the checksum table, then the header, each made durable with fdatasync before the next.
 
-        FAILED_PRECONDITION while a segment is missing. The upload ends only on success;
-        after an error call `abort_upload`."""
+        Returns 0, or the id of the pack, opened, of which DRAM holds blocks already. FAILED_PRECONDITION while a
+        segment is missing. The upload ends only on success; after an error call `abort_upload`."""
     def abort_upload(self, upload: int) -> None:
         """Waits for the upload's I/O in flight, closes and unlinks its file."""
     def open_pack(self, path: str, owner: int = 0) -> int:
@@ -334,10 +335,10 @@ class DataPlane:
         extent_hits, extent_misses, nvme_read_bytes, nvme_read_ops, nvme_write_bytes, crc_errors, frames, frames_used,
         frames_pinned (by a run or a read under way), frame_bytes, evictions, promotes_dropped, packs_open,
         uploads_open, workers, rings, bound_slots, wakes, sleeps, store_bytes, warm_bytes (read ahead by `warm`, part of
-        nvme_read_bytes), hints_dropped (their owner had hinted too much), runs_late (given up at their deadline),
-        runs_starved (waits for a frame or for planning memory), portions (plans made), worker_faults (unexpected
-        exceptions; those of a ring cost its worker its registration), calls_late (commands that a copy thread did not
-        end within 5 s)."""
+        nvme_read_bytes), seed_bytes (put into DRAM as they were written), hints_dropped (their owner had hinted too
+        much), runs_late (given up at their deadline), runs_starved (waits for a frame or for planning memory), portions
+        (plans made), worker_faults (unexpected exceptions; those of a ring cost its worker its registration),
+        calls_late (commands that a copy thread did not end within 5 s)."""
     def census(self) -> dict[str, int]:
         """Both sides of what must add up, counted in different places: runs = runs_ended + runs_in_flight,
         blocks_landed = blocks_valid + blocks_evicted (4 KiB blocks of frames), frames_used = frames_held =

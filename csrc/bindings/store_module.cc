@@ -316,8 +316,8 @@ class TierPolicy {
   nb::object victim(int64_t owner, const std::vector<uint32_t>& pinned, uint64_t looks) {
     return found(policy_->victim(domain(owner), except(pinned), looks));
   }
-  nb::object coldest(int64_t owner, const std::vector<uint32_t>& pinned) {
-    return found(policy_->coldest(domain(owner), except(pinned)));
+  nb::object coldest(int64_t owner, const std::vector<uint32_t>& pinned, uint8_t weight) {
+    return found(policy_->coldest(domain(owner), except(pinned), weight));
   }
 
  private:
@@ -394,7 +394,7 @@ void bind_policy(nb::module_& m) {
       .def("remove", &TierPolicy::remove, "frame"_a)
       .def("victim", &TierPolicy::victim, "owner"_a = -1, "pinned"_a = std::vector<uint32_t>(),
            "looks"_a = Policy::kLooksMax)
-      .def("coldest", &TierPolicy::coldest, "owner"_a = -1, "pinned"_a = std::vector<uint32_t>());
+      .def("coldest", &TierPolicy::coldest, "owner"_a = -1, "pinned"_a = std::vector<uint32_t>(), "weight"_a = 1);
   m.def("replay", &replayed, "policy"_a, "frames"_a, "keys"_a);
 }
 

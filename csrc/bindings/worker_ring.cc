@@ -173,6 +173,7 @@ void bind_ring(nb::module_& m) {
   m.attr("FAULT_NAMES") = fault_names;
   m.attr("RUN_DTYPE") = run_dtype();
   m.attr("REQUESTS_HEADER_BYTES") = sizeof(RequestsHeader);
+  m.attr("BLOCK_BYTES") = kBlockBytes;
 
   nb::class_<RingProducer>(m, "RingProducer")
       .def(nb::init<int, int>(), "requests_fd"_a, "completions_fd"_a)

@@ -26,7 +26,9 @@ inline constexpr uint32_t kPairsMax = 1u << 24;
 // RANGE    contiguous records -> contiguous places (dense restore): first_pair is the first record, pair_count the
 //          number of records, arg the first place.
 // STORE    one staged segment -> an upload: slot is the upload, arg the offset in the staging memory of
-//          [records dense][u16 map, kind 0 only]. OK means written; durable is what finish_upload makes it.
+//          [records dense][u16 map, kind 0 only][u8 grades]. OK means written; durable is what finish_upload makes it.
+//          pair_count is the number of grades: none, or one for each block of the records, how much it is worth in
+//          DRAM: 0 nothing, and up to kGradeMax, which is what higher ones mean too.
 // PROMOTE  a hint without an answer: read ahead.
 // CANCEL   gives up the open runs of ticket arg; after its OK nothing of them is copied.
 // PROBE    pair_count lines of 64 bytes that say where they belong (core/probe.h) -> the window from byte arg on, a
@@ -35,6 +37,8 @@ inline constexpr uint32_t kPairsMax = 1u << 24;
 //
 // The runs of a ticket may name pairs_max pairs together, those of a RANGE 2^24 records;
 // a run that goes beyond ends in INVALID_ARGUMENT.
+inline constexpr uint8_t kGradeMax = 3;
+
 enum class Op : uint16_t { kGather = 1, kRange = 2, kStore = 3, kPromote = 4, kCancel = 5, kProbe = 6 };
 
 enum class Status : uint32_t { kNone = 0, kOk = 1, kMiss = 2, kError = 3, kStale = 4, kPoison = 5 };

@@ -16,7 +16,7 @@ struct Counters {
   Count tickets{0}, runs{0}, runs_ok{0}, runs_error{0}, runs_stale{0};
   Count records_copied{0}, bytes_copied{0}, extent_hits{0}, extent_misses{0}, evictions{0};
   Count nvme_read_bytes{0}, nvme_read_ops{0}, nvme_through_bytes{0}, nvme_write_bytes{0}, crc_errors{0};
-  Count wakes{0}, sleeps{0}, store_bytes{0}, warm_bytes{0}, promotes_dropped{0};
+  Count wakes{0}, sleeps{0}, store_bytes{0}, warm_bytes{0}, seed_bytes{0}, promotes_dropped{0};
   Count records_pulled{0};  // that a worker was told to read itself
   Count pulls_late{0};      // workers that have not read them in time
   Count polls{0};           // short naps while a device may post

@@ -58,16 +58,18 @@ void DataPlane::close() {
   std::lock_guard closing(close_mutex_);
   for (auto& engine : engines_) engine->stop();
   std::map<uint32_t, std::shared_ptr<PackFile>> packs;
+  std::map<uint32_t, UploadEntry> uploads;
   {
     std::lock_guard lock(mutex_);
     closed_ = true;
     workers_.clear();
     windows_.reset();
-    uploads_.clear();
+    uploads.swap(uploads_);
     packs.swap(packs_);
     rings_ = bound_slots_ = 0;
   }
   for (auto& [id, pack] : packs) drop_frames(std::move(pack));
+  for (auto& [id, entry] : uploads) drop_seeds(*entry.upload);
 }
 
 std::shared_ptr<PackFile> DataPlane::find_pack(uint32_t pack) {
@@ -103,17 +105,33 @@ uint32_t DataPlane::create_upload(const std::string& path, const PackHeader& hea
 
 uint32_t DataPlane::upload_missing(uint32_t upload) { return find_upload(upload).upload->missing(); }
 
-void DataPlane::finish_upload(uint32_t upload) {
+uint32_t DataPlane::finish_upload(uint32_t upload) {
   UploadEntry entry = find_upload(upload);
   entry.upload->finish();
   drop_upload(entry, upload);
-  std::lock_guard lock(mutex_);
-  uploads_.erase(upload);
+  {
+    std::lock_guard lock(mutex_);
+    if (uploads_.erase(upload) == 0) return 0;  // its worker has just been removed, and its frames with it
+  }
+  const std::shared_ptr<PackFile>& pack = entry.upload->seeds;
+  if (!pack || pack->closed || !frames_.has_any(*pack)) {
+    drop_seeds(*entry.upload);
+    return 0;
+  }
+  try {
+    pack->open(entry.upload->path());
+    pack->seeded = true;
+    return add_pack(pack);
+  } catch (...) {
+    drop_seeds(*entry.upload);
+    throw;
+  }
 }
 
 void DataPlane::abort_upload(uint32_t upload) {
   UploadEntry entry = find_upload(upload);
   drop_upload(entry, upload);
+  drop_seeds(*entry.upload);
   entry.upload->abort();
   std::lock_guard lock(mutex_);
   uploads_.erase(upload);
@@ -127,19 +145,28 @@ void DataPlane::drop_upload(const UploadEntry& entry, uint32_t upload) {
   owner.uploads.erase(upload);
 }
 
+// Of an upload that no copy thread knows any more.
+void DataPlane::drop_seeds(const Upload& upload) {
+  if (upload.seeds && frames_.has_any(*upload.seeds)) drop_frames(upload.seeds);
+}
+
 uint32_t DataPlane::open_pack(const std::string& path, uint32_t owner) {
   auto pack = std::make_shared<PackFile>(path, frames_.account(owner), counters_);
   if (pack->header().extent_blocks != frames_.extent_blocks())
     throw failed_precondition(
         path + " has extents of " + std::to_string(pack->header().extent_blocks) +
         " blocks; this data plane was started with extent_blocks = " + std::to_string(frames_.extent_blocks()));
+  return add_pack(std::move(pack));
+}
+
+uint32_t DataPlane::add_pack(std::shared_ptr<PackFile> pack) {
   if (learn_bytes_ > 0) {
     const PackHeader& h = pack->header();
     pack->samples = RunSamples::within(learn_bytes_, learning_bytes_, h.layers * h.kinds[0].lanes, h.tokens);
   }
   std::lock_guard lock(mutex_);
   if (closed_) throw unavailable("the data plane is closed");
-  uint32_t id = next_id_++;
+  const uint32_t id = next_id_++;
   packs_[id] = std::move(pack);
   return id;
 }
@@ -215,6 +242,7 @@ void DataPlane::rewrite_segment(uint32_t pack, uint32_t upload, uint32_t kind, u
 
 void DataPlane::warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner) {
   AheadJob job{find_pack(pack), {}, 0};
+  if (job.pack->seeded.exchange(false)) return;
   const PackHeader& h = job.pack->header();
   const KindHeader& kind = h.kinds[0];
   uint32_t per_block = records_per_block(kind.record_bytes);
@@ -378,7 +406,10 @@ void DataPlane::remove_worker(uint32_t worker) {
     rings_ -= uint32_t(w->rings.size());
     for (uint32_t engine : w->rings) --load_[engine];
   }
-  for (UploadEntry& entry : uploads) entry.upload->abort();
+  for (UploadEntry& entry : uploads) {
+    drop_seeds(*entry.upload);
+    entry.upload->abort();
+  }
   uploads.clear();
   w->arena.reset();
   // Its memory is unmapped here, not by a copy thread, which it would hold up; a hanging disk leaves it no choice.
@@ -398,6 +429,8 @@ void DataPlane::own_upload(uint32_t worker, uint32_t upload) {
       throw failed_precondition("upload " + std::to_string(upload) + " belongs to another worker");
     found->second.owner = w;
     file = found->second.upload;
+    if (!file->seeds && file->header().extent_blocks == frames_.extent_blocks())
+      file->seeds = std::make_shared<PackFile>(file->header(), frames_.account(w->owner), counters_);
   }
   w->uploads[upload] = file;
   call(*w, [&](RingService& service) {
@@ -493,6 +526,7 @@ std::vector<std::pair<std::string, uint64_t>> DataPlane::stats() {
           {"polls", c.polls},
           {"store_bytes", c.store_bytes},
           {"warm_bytes", c.warm_bytes},
+          {"seed_bytes", c.seed_bytes},
           {"promotes_dropped", c.promotes_dropped},
           {"hints_dropped", c.hints_dropped},
           {"runs_late", c.runs_late},

@@ -43,7 +43,9 @@ class DataPlane {
 
   uint32_t create_upload(const std::string& path, const PackHeader& header);
   uint32_t upload_missing(uint32_t upload);
-  void finish_upload(uint32_t upload);
+  // 0, or the pack, opened, of which DRAM holds blocks already; the file is durable on return, and after DATA_LOSS or
+  // another error of opening it to be removed.
+  uint32_t finish_upload(uint32_t upload);
   void abort_upload(uint32_t upload);
 
   // Its frames count as the owner's (a uid).
@@ -61,7 +63,8 @@ class DataPlane {
   // As in rewrite.h, into an upload that no worker owns.
   void rewrite_segment(uint32_t pack, uint32_t upload, uint32_t kind, uint32_t layer, uint32_t lane,
                        std::span<const uint16_t> order);
-  // A hint: hot_records is [layers, lanes of kind 0]; an owner who hints too much is not heard, and counted.
+  // A hint: hot_records is [layers, lanes of kind 0]; an owner who hints too much is not heard, and counted. The first
+  // one of a pack that finish_upload has returned was followed before it came.
   void warm(uint32_t pack, const uint32_t* hot_records, uint32_t owner);
 
   // Rounds are fair among owners (uids) first.
@@ -135,6 +138,8 @@ class DataPlane {
   void call(Worker& worker, const CopyEngine::Command& command);
   void set_slot(Worker& worker, uint32_t slot, const Slot& now);
   void drop_upload(const UploadEntry& entry, uint32_t upload);
+  void drop_seeds(const Upload& upload);
+  uint32_t add_pack(std::shared_ptr<PackFile> pack);
   void nudge();
 
   Counters counters_;

@@ -91,6 +91,21 @@ PackFile::PackFile(const std::string& path, FrameAccount& account, Counters& cou
   frame_of_extent.assign(extents(), kNoFrame);
 }
 
+PackFile::PackFile(const PackHeader& header, FrameAccount& account, Counters& counters)
+    : account(account), counters_(counters), header_(header) {
+  frame_of_extent.assign(extents(), kNoFrame);
+}
+
+void PackFile::open(const std::string& path) {
+  const PackHeader written = header_;
+  path_ = path;
+  fd_ = open_direct(Site::kPackOpen, path, O_RDONLY);
+  read_header();
+  if (std::memcmp(&written, &header_, sizeof written) != 0)
+    throw data_loss(path_ + ": another header than was written");
+  read_crcs();
+}
+
 void PackFile::read(Site site, uint8_t* to, uint64_t bytes, uint64_t offset) const {
   read_direct(site, fd_.get(), to, bytes, offset, path_);
   add(counters_.nvme_read_bytes, bytes);

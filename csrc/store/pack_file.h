@@ -1,4 +1,4 @@
-// A committed pack: header and checksums in memory, blocks on disk.
+// A pack as frames know it. A committed one has header and checksums in memory, and blocks on disk.
 #pragma once
 
 #include <atomic>
@@ -36,6 +36,10 @@ class PackFile {
   // Reads and checks header and CRC table: DATA_LOSS, FAILED_PRECONDITION (version, O_DIRECT), NOT_FOUND.
   // `account`: its owner's.
   PackFile(const std::string& path, FrameAccount& account, Counters& counters);
+  // Of an upload, whose header has been laid out: frames may hold blocks that are written. Nothing is read before
+  // open(), which is the other constructor's second half, and DATA_LOSS if the file has another header.
+  PackFile(const PackHeader& header, FrameAccount& account, Counters& counters);
+  void open(const std::string& path);
 
   const PackHeader& header() const { return header_; }
   int fd() const { return fd_.get(); }
@@ -78,6 +82,7 @@ class PackFile {
   std::atomic<uint32_t> bound{0};         // slots that use this pack
   std::atomic<bool> damaged{false};       // a read has met a block that fails its check
   std::unique_ptr<RunSamples> samples;    // made with it, if at all
+  std::atomic<bool> seeded{false};        // its upload left in DRAM what the first hint would have read
 
  private:
   void read(Site site, uint8_t* to, uint64_t bytes, uint64_t offset) const;

@@ -56,7 +56,7 @@ RingService::RingService(uint32_t thread, uint32_t io_depth, uint64_t bulk_bytes
       trace_(trace),
       io_(io_depth),
       gather_(frames, io_, counters, through_blocks),
-      store_(io_, counters),
+      store_(frames, io_, counters),
       probe_(counters),
       ahead_(frames, gather_, io_, counters),
       hints_(frames, ahead_, counters),

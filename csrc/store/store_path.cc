@@ -28,6 +28,16 @@ Fault pack_map(const RunTask& t, uint8_t* to) {
   return sound ? Fault::kNone : Fault::kInvalidArgument;
 }
 
+// What the worker says that blocks [first, end) of the records are worth, which it may change at any time: the most.
+uint8_t grade(const RunTask& t, uint32_t first, uint32_t end) {
+  const PackHeader& h = t.upload->header();
+  const uint64_t records = uint64_t{h.tokens} * h.kinds[t.run.kind].record_bytes;
+  const uint8_t* grades = t.shard->worker.staging.data() + t.run.arg + records + (t.run.kind == 0 ? map_bytes(h) : 0);
+  uint8_t most = 0;
+  for (uint32_t block = first; block < end; ++block) most = std::max(most, grades[block]);
+  return std::min(most, kGradeMax);
+}
+
 // Packs dense records into `count` blocks that no record straddles, from block `first` of the segment.
 Fault pack_records(const RunTask& t, uint8_t* to, uint32_t first, uint32_t count) {
   const uint32_t tokens = t.upload->header().tokens;
@@ -47,8 +57,8 @@ Fault pack_records(const RunTask& t, uint8_t* to, uint32_t first, uint32_t count
 
 }  // namespace
 
-StorePath::StorePath(IoEngine& io, Counters& counters)
-    : io_(io), counters_(counters), buffers_(kBuffers * kBufferBytes) {
+StorePath::StorePath(Frames& frames, IoEngine& io, Counters& counters)
+    : frames_(frames), io_(io), counters_(counters), buffers_(kBuffers * kBufferBytes) {
   for (uint32_t i = 0; i < kBuffers; ++i) free_.push_back(i);
 }
 
@@ -62,7 +72,9 @@ Fault StorePath::begin(RunTask& t) {
   uint64_t records = uint64_t{h.tokens} * kind.record_bytes;
   uint64_t map = t.run.kind == 0 ? map_bytes(h) : 0;
   uint64_t staged = t.shard->worker.staging.bytes();
-  if (t.run.arg > staged || records + map > staged - t.run.arg) return Fault::kInvalidArgument;
+  const uint32_t grades = t.run.pair_count;
+  if (grades != 0 && grades != kind.segment_bytes / kBlockBytes) return Fault::kInvalidArgument;
+  if (t.run.arg > staged || records + map + grades > staged - t.run.arg) return Fault::kInvalidArgument;
   Fault refused = owned->second->begin_segment(t.run.kind, t.layer, t.run.lane);
   if (refused != Fault::kNone) return refused;
   t.upload = owned->second;
@@ -126,7 +138,37 @@ void StorePath::landed(const Io& io, int error) {
     return;
   }
   add(counters_.nvme_write_bytes, io.bytes);
-  if (io.site == Site::kUploadSegment) add(counters_.store_bytes, io.bytes);
+  if (io.site != Site::kUploadSegment) return;
+  add(counters_.store_bytes, io.bytes);
+  if (!io.run->ended && io.run->run.pair_count > 0) seed(*io.run, io);
+}
+
+// Puts blocks that have just been written into DRAM, out of the buffer: what the grades are worth, if they are.
+void StorePath::seed(const RunTask& t, const Io& io) {
+  PackFile* pack = t.upload->seeds.get();
+  if (!pack || pack->closed) return;
+  const uint8_t* from = buffers_.data() + io.write_buffer * kBufferBytes;
+  const uint32_t per_extent = frames_.extent_blocks();
+  const uint32_t segment = pack->segment_block(t.run.kind, t.layer, t.run.lane);
+  const uint32_t segment_end = segment + t.run.pair_count;
+  const uint32_t first = uint32_t(io.offset / kBlockBytes) - 1, end = first + io.bytes / kBlockBytes;
+  Landing landings[kBufferBlocks + 1];
+  uint32_t count = 0;
+  for (uint32_t extent = first / per_extent; extent * per_extent < end; ++extent) {
+    const uint32_t begin = extent * per_extent;
+    const uint8_t weight =
+        grade(t, std::max(begin, segment) - segment, std::min(begin + per_extent, segment_end) - segment);
+    if (weight == 0) continue;
+    const uint32_t low = std::max(begin, first), high = std::min(begin + per_extent, end);
+    const uint16_t blocks = uint16_t((1u << (high - begin)) - (1u << (low - begin)));
+    ExtentUse use{pack, extent, kNoFrame, 0, 0, blocks, 0, false, false};
+    if (frames_.acquire_seed(use, weight) != Frames::Ahead::kRead) continue;
+    std::memcpy(frames_.address(use.frame) + uint64_t{low - begin} * kBlockBytes,
+                from + uint64_t{low - first} * kBlockBytes, uint64_t{high - low} * kBlockBytes);
+    landings[count++] = {use.frame, use.to_read, 0, true};
+    add(counters_.seed_bytes, uint64_t{high - low} * kBlockBytes);
+  }
+  if (count > 0) frames_.landed({landings, count});
 }
 
 void StorePath::end_segment(RunTask& t, bool written) {

@@ -1,4 +1,5 @@
-// Serves STORE runs: a staged map and its records become checked blocks of an upload's file.
+// Serves STORE runs: a staged map and its records become checked blocks of an upload's file, and what their worker
+// grades of them is put into DRAM as well.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ namespace headgate {
 
 class StorePath {
  public:
-  StorePath(IoEngine& io, Counters& counters);
+  StorePath(Frames& frames, IoEngine& io, Counters& counters);
   std::span<uint8_t> memory() const { return {buffers_.data(), buffers_.bytes()}; }
 
   // Checks the run and claims its segment: kNone, or why not.
@@ -34,7 +35,9 @@ class StorePath {
 
  private:
   void end_segment(RunTask& t, bool written);
+  void seed(const RunTask& t, const Io& io);
 
+  Frames& frames_;
   IoEngine& io_;
   Counters& counters_;
   BlockBuffer buffers_;

@@ -5,7 +5,6 @@
 
 #include "store/crc32c.h"
 #include "store/direct_io.h"
-#include "store/pack_file.h"
 
 namespace headgate {
 namespace {
@@ -56,6 +55,7 @@ Fault Upload::begin_segment(uint32_t kind, uint32_t layer, uint32_t lane) {
 void Upload::end_segment(uint32_t kind, uint32_t layer, uint32_t lane, bool written) {
   std::lock_guard lock(mutex_);
   segments_[segment_index(kind, layer, lane)] = written ? Segment::kFilled : Segment::kEmpty;
+  if (!written && seeds) seeds->closed = true;
   missing_ -= written;
   if (--writing_ == 0) idle_.notify_all();
 }

@@ -5,6 +5,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "store/direct_io.h"
 #include "store/disk.h"
 #include "store/mapping.h"
+#include "store/pack_file.h"
 
 namespace headgate {
 
@@ -24,6 +26,7 @@ class Upload {
   Upload(const std::string& path, const PackHeader& header, Counters& counters);
 
   const PackHeader& header() const { return header_; }
+  const std::string& path() const { return path_; }
   int fd() const { return fd_.get(); }
 
   // Called by copy threads, for a segment by the one that began it. begin_segment: kNone, or why the segment is
@@ -35,6 +38,10 @@ class Upload {
 
   // Blocks of a segment that was begun, at their place in the file. RESOURCE_EXHAUSTED, UNAVAILABLE.
   void write(Site site, const BlockBuffer& blocks, uint64_t offset) const;
+
+  // What DRAM holds of it: blocks that are written, which nobody can read before it is a pack. Null: nothing ever. Set
+  // before copy threads know the upload; closed once a segment has failed, which may come again with other bytes.
+  std::shared_ptr<PackFile> seeds;
 
   uint32_t missing() const;
   void finish();  // durable on return

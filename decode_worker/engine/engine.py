@@ -115,7 +115,7 @@ class Engine:
         self.catalogue = PackCatalogue(self.client, self.retriever)
         self._writer = PackWriter(
             self.records, self.retriever, self.client, self.transport, self.catalogue, self._calls,
-            order=config.order,
+            order=config.order, importance=config.importance,
         )  # fmt: skip
         self._prefill = Prefill(
             self.model, self.records, self._writer, self._calls, self.transport.pack_tokens,

@@ -146,10 +146,14 @@ class Prefill:
                 result.rest.append((keys[stored:].clone(), values[stored:].clone()))
             if drafts:
                 importance = self._importance(queries, keys)
+                hot = self._writer.importance.hot(importance)
                 self._wait()
                 yield None
                 for draft, span in drafts:
-                    yield from self._writer.store(draft, layer, keys[span], values[span], importance[:, span])
+                    hot_here = None if hot is None else hot[:, span]
+                    yield from self._writer.store(
+                        draft, layer, keys[span], values[span], importance[:, span], hot=hot_here
+                    )
         result.logits = model.logits(x[-1:])[0].cpu()
         return result
 

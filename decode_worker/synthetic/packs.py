@@ -56,7 +56,7 @@ def inject_packs(engine: Engine, ids: Sequence[int], seed: int, *, alike: bool =
     retriever = _BuiltOnce(engine.retriever) if alike else engine.retriever
     writer = PackWriter(
         engine.records, retriever, engine.client, engine.transport, engine.catalogue, calls,
-        order=engine.config.order,
+        order=engine.config.order, importance=engine.config.importance,
     )  # fmt: skip
     session = engine.client.open_session(engine.layout, engine.config.context)
     threads = torch.get_num_threads()

@@ -23,6 +23,7 @@ INVALID_ARGUMENT, ABORTED = worker_native.FAULT_INVALID_ARGUMENT, worker_native.
 RESOURCE_EXHAUSTED, INTERNAL = worker_native.FAULT_RESOURCE_EXHAUSTED, worker_native.FAULT_INTERNAL
 UNAVAILABLE, DATA_LOSS = worker_native.FAULT_UNAVAILABLE, worker_native.FAULT_DATA_LOSS
 NO_PAIRS = np.zeros((0, 2), np.uint32)
+NO_GRADES = np.zeros(0, np.uint8)
 WAIT_US = 20_000_000
 
 
@@ -176,12 +177,15 @@ class Rig:
         """Posts and waits; returns uint32[runs, 2]."""
         return self.ring.wait(self.post(op, layer, runs, pairs), WAIT_US)
 
-    def store(self, upload: int, layer: int, lane: int, records: NDArray, order: NDArray, kind: int = 0):
+    def store(
+        self, upload: int, layer: int, lane: int, records: NDArray, order: NDArray, kind: int = 0,
+        grades: NDArray[np.uint8] = NO_GRADES,
+    ):  # fmt: skip
         """STOREs one segment from the start of the staging memory; returns (status, aux)."""
-        flat = records.reshape(-1)
-        self.staging[: flat.size] = flat
-        self.staging[flat.size : flat.size + 2 * order.size] = order.view(np.uint8)
-        return tuple(self.ask(worker_native.OP_STORE, layer, run(upload, 0, lane=lane, kind=kind))[0])
+        staged = np.concatenate([records.reshape(-1), order.view(np.uint8), grades])
+        self.staging[: staged.size] = staged
+        one = run(upload, 0, lane=lane, kind=kind, pair_count=grades.size)
+        return tuple(self.ask(worker_native.OP_STORE, layer, one)[0])
 
     def make_pack(
         self,
@@ -191,8 +195,10 @@ class Rig:
         record_bytes: int = 512,
         tokens: int = 512,
         pack_id: bytes | None = None,
+        grades: NDArray[np.uint8] | None = None,
     ) -> Pack:
-        """A random pack, stored through the ring, finished and opened. The same `pack_id` again is another build."""
+        """A random pack, stored through the ring, finished and opened. The same `pack_id` again is another build.
+        grades: [layers, lanes, blocks]."""
         self.opened += 1
         path = self.directory / f"{self.worker}-{self.opened}.pack"
         what = spec(rng, layers, lanes, record_bytes, tokens, self.extent_blocks, pack_id, self.native)
@@ -202,10 +208,12 @@ class Rig:
         order = rng.permuted(np.tile(np.arange(tokens, dtype=np.uint16), (layers, lanes, 1)), axis=2)
         for layer in range(layers):
             for lane in range(lanes):
-                assert self.store(upload, layer, lane, records[layer, lane], order[layer, lane]) == (OK, 0)
+                its = NO_GRADES if grades is None else grades[layer, lane]
+                found = self.store(upload, layer, lane, records[layer, lane], order[layer, lane], grades=its)
+                assert found == (OK, 0)
         assert self.plane.upload_missing(upload) == 0
-        self.plane.finish_upload(upload)
-        return Pack(self.plane.open_pack(str(path), self.owner), path, what, records, order)
+        handle = self.plane.finish_upload(upload) or self.plane.open_pack(str(path), self.owner)
+        return Pack(handle, path, what, records, order)
 
     def map_of(self, pack: Pack) -> NDArray[np.uint16]:
         """What the store holds as the pack's map; DATA_LOSS."""

@@ -16,8 +16,8 @@ class Clock final : public Queues {
     return sweep(domain, evictable, looks,
                  [this](uint32_t frame) { return frames_[frame].uses > 0 ? frames_[frame].uses-- > 0 : wear(frame); });
   }
-  std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable) override {
-    return cold(domain.lists[0], domain.side, evictable);
+  std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable, uint8_t weight) override {
+    return cold(domain.lists[0], domain.side, evictable, weight);
   }
 };
 

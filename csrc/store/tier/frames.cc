@@ -208,7 +208,7 @@ size_t Frames::acquire(std::span<ExtentUse> uses, size_t cold_max) {
     use.frame = use.pack->frame_of_extent[use.extent];
     bool room = pinned - hits < cold_max;
     if (use.frame == kNoFrame) {
-      if (room) use.frame = take_frame(use.pack->account, false);
+      if (room) use.frame = take_frame(use.pack->account, {true, 0});
       if (use.frame == kNoFrame) break;
       admit(use.frame, use, 0);
     }
@@ -231,11 +231,11 @@ void Frames::prefetch(const ExtentUse& use) const {
   if (frame != kNoFrame) __builtin_prefetch(&meta_[frame], 1);
 }
 
-Frames::Ahead Frames::acquire_ahead(ExtentUse& use, uint8_t weight) {
+Frames::Ahead Frames::acquire_cold(ExtentUse& use, uint8_t weight, uint8_t above) {
   std::lock_guard lock(mutex_);
   use.frame = use.pack->frame_of_extent[use.extent];
   if (use.frame == kNoFrame) {
-    use.frame = take_frame(use.pack->account, true);
+    use.frame = take_frame(use.pack->account, {false, above});
     if (use.frame == kNoFrame) return Ahead::kFull;
     admit(use.frame, use, weight);
   }
@@ -367,12 +367,12 @@ Frames::Census Frames::census() const {
   return found;
 }
 
-uint32_t Frames::take_frame(FrameAccount& owner, bool ahead) {
+uint32_t Frames::take_frame(FrameAccount& owner, Purpose purpose) {
   const uint32_t limit = owner.limit.load(std::memory_order_relaxed);
   if (owner.used > limit) return kNoFrame;
   if (uint32_t frame = owner.used < limit ? free_frame(owner) : kNoFrame; frame != kNoFrame) return frame;
   for (uint32_t tries = 0; tries < kVictimsAtOnce; ++tries) {
-    const auto victim = cold_frame(owner, ahead);
+    const auto victim = cold_frame(owner, purpose);
     if (!victim) break;
     if (!evict(*victim)) continue;
     add(counters_.evictions);
@@ -406,14 +406,17 @@ bool Frames::open_to(const FrameAccount& owner, uint32_t frame) const {
 }
 
 // Whose place the owner may take: of its own frames at its limit or in its arena, of all below.
-std::optional<uint32_t> Frames::cold_frame(FrameAccount& owner, bool ahead) {
+std::optional<uint32_t> Frames::cold_frame(FrameAccount& owner, Purpose purpose) {
   const bool own = owner.part || owner.used == owner.limit.load(std::memory_order_relaxed);
   // A sweep could only find that out again, and starved runs ask often.
   if (own ? owner.pinned.load(std::memory_order_relaxed) == owner.used : this->unpinned(owner) == 0)
     return std::nullopt;
   auto evictable = [&](uint32_t frame) { return at_rest(frame) && open_to(owner, frame); };
   Domain& domain = own ? owner.frames : everybody_;
-  if (ahead) return policy_->coldest(domain, evictable);
+  if (!purpose.waits) {
+    const auto cold = policy_->coldest(domain, evictable);
+    return cold || purpose.above <= 1 ? cold : policy_->coldest(owner.frames, evictable, purpose.above);
+  }
   const auto victim = policy_->victim(domain, evictable);
   // Whoever waits for frames asks again, for those behind the ones that were looked at.
   if (!victim && !seen_at_once(domain)) releases_.fetch_add(1, std::memory_order_release);

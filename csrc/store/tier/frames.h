@@ -111,7 +111,10 @@ class Frames {
   void claim(std::span<ExtentUse> uses, uint32_t through);
   // The same for one extent read ahead, into a free or cold frame; it is pinned once for each piece to read.
   enum class Ahead { kRead, kResident, kFull };
-  Ahead acquire_ahead(ExtentUse& use, uint8_t weight);
+  Ahead acquire_ahead(ExtentUse& use, uint8_t weight) { return acquire_cold(use, weight, 1); }
+  // The same for blocks that the caller has in memory, side by side, of a file that nobody reads yet: it copies what is
+  // to_read. Of its owner's frames also those give way that nobody has used and that weigh less.
+  Ahead acquire_seed(ExtentUse& use, uint8_t weight) { return acquire_cold(use, weight, weight); }
   // Looks again at pinned uses: a read of this thread or another may have landed or failed. Returns what they miss.
   enum class Missing { kNothing, kBeingRead, kUnclaimed };
   Missing refresh(std::span<ExtentUse> uses);
@@ -165,8 +168,14 @@ class Frames {
   };
   static constexpr uint32_t kLive = 1u << 31;
 
-  uint32_t take_frame(FrameAccount& owner, bool ahead);
-  std::optional<uint32_t> cold_frame(FrameAccount& owner, bool ahead);
+  // `waits`: a run waits for it. Otherwise `above`: its owner's unused frames below that weight may go for it.
+  struct Purpose {
+    bool waits;
+    uint8_t above;
+  };
+  Ahead acquire_cold(ExtentUse& use, uint8_t weight, uint8_t above);
+  uint32_t take_frame(FrameAccount& owner, Purpose purpose);
+  std::optional<uint32_t> cold_frame(FrameAccount& owner, Purpose purpose);
   void admit(uint32_t frame, const ExtentUse& use, uint8_t weight);
   // False: it is held just now.
   bool evict(uint32_t frame);

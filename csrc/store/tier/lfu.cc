@@ -113,8 +113,8 @@ std::optional<uint32_t> Lfu::victim(Domain& domain, const Evictable& evictable, 
   return least;
 }
 
-std::optional<uint32_t> Lfu::coldest(Domain& domain, const Evictable& evictable) {
-  auto unused = [this](uint32_t frame) { return cold_now(frame); };
+std::optional<uint32_t> Lfu::coldest(Domain& domain, const Evictable& evictable, uint8_t weight) {
+  auto unused = [&](uint32_t frame) { return cold_now(frame, weight); };
   for (uint32_t from : {kHeld, kNew})
     if (auto found = cold(domain.lists[from], domain.side, evictable, unused)) return found;
   return std::nullopt;
@@ -122,11 +122,11 @@ std::optional<uint32_t> Lfu::coldest(Domain& domain, const Evictable& evictable)
 
 // For a read ahead a count loses half in each round without a use: what was used once is cold after two, what was used
 // most after six.
-bool Lfu::cold_now(uint32_t frame) {
+bool Lfu::cold_now(uint32_t frame, uint8_t weight) {
   Held held = counted(frame);
   const uint32_t rounds = round(*held.own) - held.since;
   settle(held);
-  return held.weight == 0 && held.uses >> std::min(rounds, 15u) < kUse / 4;
+  return held.weight < weight && held.uses >> std::min(rounds, 15u) < kUse / 4;
 }
 
 }  // namespace headgate

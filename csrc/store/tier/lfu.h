@@ -29,7 +29,7 @@ class Lfu final : public Queues {
   void remove(uint32_t frame) override;
 
   std::optional<uint32_t> victim(Domain& domain, const Evictable& evictable, uint64_t looks) override;
-  std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable) override;
+  std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable, uint8_t weight) override;
 
  private:
   enum : uint32_t { kHeld, kNew };
@@ -68,7 +68,7 @@ class Lfu final : public Queues {
   void settle(Held& held) const;
   Held& counted(uint32_t frame);
   uint32_t rank(uint32_t frame);
-  bool cold_now(uint32_t frame);
+  bool cold_now(uint32_t frame, uint8_t weight);
   std::span<Ghost, kWays> ghosts(uint64_t key) {
     return std::span<Ghost, kWays>(&ghosts_[(key & (ghosts_.size() / kWays - 1)) * kWays], kWays);
   }

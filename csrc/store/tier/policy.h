@@ -49,8 +49,9 @@ class Policy {
   // everything was just used, the frame last passed over has to go. None, after kLooksMax, when so many in a row cannot
   // go now: the next call looks at those behind them.
   virtual std::optional<uint32_t> victim(Domain& domain, const Evictable& evictable, uint64_t looks = kLooksMax) = 0;
-  // For a read ahead: only a frame that is colder than everything with a use or a weight, and nothing wears down.
-  virtual std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable) = 0;
+  // For what nobody waits for: only a frame that is colder than everything with a use or a weight of at least `weight`,
+  // and nothing wears down.
+  virtual std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable, uint8_t weight = 1) = 0;
 };
 
 // The default first.

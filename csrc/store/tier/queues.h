@@ -51,17 +51,18 @@ class Queues : public Policy {
     return passed;
   }
 
-  // The same for a read ahead, a few frames, and none is worn down: the first one without a weight that is unused.
+  // The same where nobody waits, a few frames, and none is worn down: the first one that is unused.
   template <typename Unused>
   std::optional<uint32_t> cold(FrameList& list, Domain::Side side, const Evictable& evictable, Unused unused) {
     for (uint32_t look = std::min(list.size(), kLookAhead); look > 0; --look) {
       const uint32_t frame = list.turn(links_[side]);
-      if (unused(frame) && frames_[frame].weight == 0 && evictable(frame)) return frame;
+      if (unused(frame) && evictable(frame)) return frame;
     }
     return std::nullopt;
   }
-  std::optional<uint32_t> cold(FrameList& list, Domain::Side side, const Evictable& evictable) {
-    return cold(list, side, evictable, [this](uint32_t frame) { return frames_[frame].uses == 0; });
+  std::optional<uint32_t> cold(FrameList& list, Domain::Side side, const Evictable& evictable, uint8_t weight) {
+    return cold(list, side, evictable,
+                [&](uint32_t frame) { return frames_[frame].uses == 0 && frames_[frame].weight < weight; });
   }
 
   // Neighbouring extents differ in few bits.

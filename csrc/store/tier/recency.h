@@ -20,12 +20,12 @@ class Fifo : public Queues {
     return sweep(domain, evictable, looks, [this](uint32_t frame) { return wear(frame); });
   }
   // Cold is what has not been used for as many uses as touch all others twice.
-  std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable) override {
+  std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable, uint8_t weight) override {
     const FrameList& list = domain.lists[0];
     uint32_t frame = list.first();
     for (uint32_t look = std::min(list.size(), kLookAhead); look > 0; --look) {
       const bool cold = uses_ - used_[frame] > 2 * uint64_t{list.size()};
-      if (cold && frames_[frame].weight == 0 && evictable(frame)) return frame;
+      if (cold && frames_[frame].weight < weight && evictable(frame)) return frame;
       frame = links_[domain.side][frame].after;
     }
     return std::nullopt;

@@ -64,8 +64,8 @@ void S3Fifo::leave_for_good(uint32_t frame) {
   ghost(keys_[frame]) = {tag(keys_[frame]), left_};
 }
 
-std::optional<uint32_t> S3Fifo::coldest(Domain& domain, const Evictable& evictable) {
-  return cold(domain.lists[kMain], domain.side, evictable);
+std::optional<uint32_t> S3Fifo::coldest(Domain& domain, const Evictable& evictable, uint8_t weight) {
+  return cold(domain.lists[kMain], domain.side, evictable, weight);
 }
 
 }  // namespace headgate

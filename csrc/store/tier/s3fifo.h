@@ -15,7 +15,7 @@ class S3Fifo final : public Queues {
     for (uint32_t frame : frames) frames_[frame].uses += frames_[frame].uses < kUsesMax;
   }
   std::optional<uint32_t> victim(Domain& domain, const Evictable& evictable, uint64_t looks) override;
-  std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable) override;
+  std::optional<uint32_t> coldest(Domain& domain, const Evictable& evictable, uint8_t weight) override;
 
  private:
   enum : uint32_t { kSmall, kMain };

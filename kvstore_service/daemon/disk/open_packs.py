@@ -79,6 +79,14 @@ class OpenPacks:
             self._changed.notify_all()
             return handle
 
+    def adopt(self, row: PackRow, handle: int) -> None:
+        """A pack that is open, and idle: its build is nobody else's yet. `retire` it if it is not committed."""
+        with self._changed:
+            self._open[row.ref.build] = _OpenPack(row, handle)
+            ending = self._rest(row.ref.build)
+        for build in ending:
+            self._close(build)
+
     def release(self, row: PackRow) -> None:
         self._found_damaged(row)
         with self._changed:
@@ -86,15 +94,21 @@ class OpenPacks:
             pack.holders -= 1
             if pack.holders == 0 and pack.retired:
                 pack.closing = True
-            elif pack.holders == 0:
-                self._idle[row.ref.build] = None
-            ending = [row.ref.build] if pack.closing else []
-            while len(self._idle) > self._idle_max:
-                build, _ = self._idle.popitem(last=False)
-                self._open[build].closing = True
-                ending.append(build)
+                ending = [row.ref.build]
+            else:
+                ending = self._rest(row.ref.build) if pack.holders == 0 else []
         for build in ending:
             self._close(build)
+
+    def _rest(self, idle: bytes) -> list[bytes]:
+        """With the lock held: one more is idle. Returns those that the caller has to close."""
+        self._idle[idle] = None
+        ending: list[bytes] = []
+        while len(self._idle) > self._idle_max:
+            build, _ = self._idle.popitem(last=False)
+            self._open[build].closing = True
+            ending.append(build)
+        return ending
 
     def retire(self, row: PackRow) -> None:
         """The pack's file is gone: its handle goes too, now or with its last holder."""

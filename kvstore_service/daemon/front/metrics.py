@@ -80,6 +80,7 @@ COUNTERS = {
     "runs_stale": "runs of a binding that has ended",
     "runs_starved": "times that a run waited for a frame or for planning memory",
     "polls": "short naps of a copy thread while a device steps, which cannot wake it",
+    "seed_bytes": "bytes of new packs put into the DRAM tier as they were written, by their grades",
     "sleeps": "times that a copy thread went to sleep",
     "store_bytes": "bytes of records taken from staging",
     "tickets": "tickets taken from rings",

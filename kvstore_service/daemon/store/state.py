@@ -69,7 +69,7 @@ class State:
         self.eviction = Eviction(catalog, self.registry, self.leases, self.ballast, self.events, self.count)
         self.dram = Dram(catalog, plane)
         self.room = Room(catalog, self.eviction, config, self._next_seals)
-        self.uploads = Uploads(plane, catalog, self.room, self.leases, self.ballast, config)
+        self.uploads = Uploads(plane, catalog, self.open_packs, self.room, self.leases, self.ballast, config)
         self.eviction.continued = self.uploads.continues
         self.draining = threading.Event()
         self._tenant_keys: dict[str, bytes] = {}

@@ -18,6 +18,7 @@ from kvstore_service.daemon.disk.ballast import Ballast, free_bytes
 from kvstore_service.daemon.disk.builds import new_build
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.disk.files import remove_file, sync_directory
+from kvstore_service.daemon.disk.open_packs import OpenPacks
 from kvstore_service.daemon.store.claims import Claims
 from kvstore_service.daemon.store.leases import Leases
 from kvstore_service.daemon.store.registry import Session, Worker
@@ -40,9 +41,10 @@ UPLOADS_MAX = 4096
 UPLOADS_PER_USER = 2048
 UPLOADS_PER_WORKER = 1024
 SHARE_PER_USER = 0.75  # of nvme_bytes, in uploads at a time
-MEMORY_PER_USER = 512 << 20  # of the daemon's, for uploads of about 512 GiB at a time
+MEMORY_PER_USER = 512 << 20  # of the daemon's, for uploads of about 400 GiB at a time
 RETRY_S = 0.1  # when to ask again for a pack that another worker is writing
 CRC_BYTES = 4
+FRAME_BYTES = 4
 _FINISH_THREADS = 4
 
 
@@ -68,10 +70,18 @@ class Uploads:
     """Callers hold the worker's lock; tables that workers share have their own."""
 
     def __init__(
-        self, plane: native.DataPlane, catalog: Catalog, room: Room, leases: Leases, ballast: Ballast, config: Config
+        self,
+        plane: native.DataPlane,
+        catalog: Catalog,
+        open_packs: OpenPacks,
+        room: Room,
+        leases: Leases,
+        ballast: Ballast,
+        config: Config,
     ) -> None:
         self._plane = plane
         self._catalog = catalog
+        self._open_packs = open_packs
         self._room = room
         self._leases = leases
         self._ballast = ballast
@@ -131,7 +141,9 @@ class Uploads:
                 if count + len(wanted) > limit:
                     raise full(subject, f"{count} are open and {len(wanted)} more are asked for; at most {limit}")
             rows = [upload.row for upload in mine]
-            held_bytes, more_bytes = (sum(map(memory_bytes, some)) for some in (rows, wanted))
+            held_bytes, more_bytes = (
+                sum(memory_bytes(row, self._extent_blocks) for row in some) for some in (rows, wanted)
+            )
             if held_bytes + more_bytes > MEMORY_PER_USER:
                 raise full(
                     "memory of uploads",
@@ -385,7 +397,9 @@ class Uploads:
         """Makes the file durable, or removes it and says why: after a failed write nothing of it can be trusted."""
         try:
             with native.errors():
-                self._plane.finish_upload(upload.upload_id)
+                handle = self._plane.finish_upload(upload.upload_id)
+            if handle:
+                self._open_packs.adopt(upload.row, handle)
         except StoreError as error:
             self._abort(upload.upload_id)
             return error
@@ -394,6 +408,7 @@ class Uploads:
     def _settle(self, upload: Upload, won: bool) -> None:
         self._end(upload, self._room.unpromise)
         if not won:
+            self._open_packs.retire(upload.row)
             remove_file(self._path(upload.row))
 
     def _pop(self, upload: Upload) -> bool:
@@ -434,9 +449,11 @@ def pack_id(tenant_key: bytes, parent: bytes, fingerprint: bytes, token_digest: 
     return hmac.new(tenant_key, parent + fingerprint + token_digest, hashlib.sha256).digest()
 
 
-def memory_bytes(row: PackRow) -> int:
-    """What the data plane holds of the upload: a checksum for each block, a state for each segment."""
-    return row.file_bytes // BLOCK_BYTES * CRC_BYTES + row.layout.layers * sum(kind.lanes for kind in row.layout.kinds)
+def memory_bytes(row: PackRow, extent_blocks: int) -> int:
+    """What the data plane holds of the upload: a checksum for each block, a frame's number for each extent, a state for
+    each segment."""
+    blocks, segments = row.file_bytes // BLOCK_BYTES, row.layout.layers * sum(kind.lanes for kind in row.layout.kinds)
+    return blocks * CRC_BYTES + blocks // extent_blocks * FRAME_BYTES + segments
 
 
 def _check(item: PackReservation, pack_tokens: int) -> None:

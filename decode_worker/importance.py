@@ -1,0 +1,61 @@
+"""What of a prompt is worth DRAM right after its prefill, by name: what its last queries attend to (KVDrive §7.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decode_worker.kernels.registry import Registry
+from decode_worker.packing import HOT_FRACTION
+
+SHARES = (0.0, 0.25, 0.5)  # of a block's records that have to be hot, the first more than that, for grades 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Importance:
+    """`profile(mass)`: scores float32 [H, T] of any scale, from the attention mass that the prompt's last queries give
+    each token, float32 [H, T]; None: packs are not graded. `hints`: the store reads what stands first in segments."""
+
+    profile: Callable[[torch.Tensor], torch.Tensor] | None = None
+    hints: bool = True
+
+    def hot(self, mass: torch.Tensor) -> NDArray[np.bool_] | None:
+        """HOT_FRACTION of the prompt's tokens, bool [H, T], where packs are graded."""
+        if self.profile is None:
+            return None
+        scores = self.profile(mass)
+        count = max(1, int(scores.shape[1] * HOT_FRACTION))
+        hot = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+        return hot.scatter_(1, scores.topk(count, dim=1).indices, True).cpu().numpy()
+
+
+IMPORTANCES: Registry[Importance] = Registry("importance")
+
+
+def _head(mass: torch.Tensor) -> torch.Tensor:
+    return mass
+
+
+def _position(mass: torch.Tensor) -> torch.Tensor:
+    return mass.sum(0, keepdim=True).expand_as(mass)
+
+
+IMPORTANCES.register("head")(Importance(_head))
+IMPORTANCES.register("position")(Importance(_position))
+IMPORTANCES.register("hint")(Importance())
+IMPORTANCES.register("none")(Importance(hints=False))
+
+
+def grades(hot: NDArray[np.bool_], order: NDArray[np.uint16], per_block: int) -> NDArray[np.uint8]:
+    """What blocks of `per_block` records are worth, uint8 [H, blocks], of hot tokens [H, n] in an order, record ->
+    token, [H, n]: 0, nothing, to 3."""
+    lanes, tokens = order.shape
+    blocks = -(-tokens // per_block)
+    records = np.zeros((lanes, blocks * per_block), np.float32)
+    records[:, :tokens] = np.take_along_axis(hot, order.astype(np.intp), axis=1)
+    share = records.reshape(lanes, blocks, per_block).mean(2)
+    return np.digitize(share, SHARES, right=True).astype(np.uint8)

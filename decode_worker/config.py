@@ -74,7 +74,7 @@ class WorkerConfig:
     storage: str = "bfloat16"
     record_kind: str = "model"
     order: str = "pack"
-    importance: str = "hint"
+    importance: str = "head"
     staging_bytes: int = 16 << 20
     wait_ms: int = 2000
     stale: str = "use"

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from decode_worker.kernels.registry import Registry
 from decode_worker.packing import HOT_FRACTION
 
-SHARES = (0.0, 0.25, 0.5)  # of a block's records that have to be hot, the first more than that, for grades 1, 2, 3
+# The grade of a block by the share of its records that are hot: none, some, above a quarter, above half. A grade
+# is worth as many rounds without a use; one of 1 would be forgotten before the first step's sets have been fetched.
+SHARES = (0.0, 0.25, 0.5)
+GRADES = np.array([0, 3, 5, 7], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,11 @@ IMPORTANCES.register("none")(Importance(hints=False))
 
 def grades(hot: NDArray[np.bool_], order: NDArray[np.uint16], per_block: int) -> NDArray[np.uint8]:
     """What blocks of `per_block` records are worth, uint8 [H, blocks], of hot tokens [H, n] in an order, record ->
-    token, [H, n]: 0, nothing, to 3."""
+    token, [H, n]: one of GRADES."""
     lanes, tokens = order.shape
     blocks = -(-tokens // per_block)
     records = np.zeros((lanes, blocks * per_block), np.float32)
     records[:, :tokens] = np.take_along_axis(hot, order.astype(np.intp), axis=1)
     share = records.reshape(lanes, blocks, per_block).mean(2)
-    return np.digitize(share, SHARES, right=True).astype(np.uint8)
+    graded: NDArray[np.uint8] = GRADES[np.digitize(share, SHARES, right=True)]
+    return graded

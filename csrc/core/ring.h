@@ -21,6 +21,7 @@ inline constexpr uint64_t kPoisoned = UINT64_MAX;
 inline constexpr uint32_t kTicketsMax = 4096;
 inline constexpr uint32_t kRunsMax = 1u << 16;
 inline constexpr uint32_t kPairsMax = 1u << 24;
+inline constexpr uint8_t kGradeMax = 7;
 
 // GATHER   pairs -> places.
 // RANGE    contiguous records -> contiguous places (dense restore): first_pair is the first record, pair_count the
@@ -37,8 +38,6 @@ inline constexpr uint32_t kPairsMax = 1u << 24;
 //
 // The runs of a ticket may name pairs_max pairs together, those of a RANGE 2^24 records;
 // a run that goes beyond ends in INVALID_ARGUMENT.
-inline constexpr uint8_t kGradeMax = 3;
-
 enum class Op : uint16_t { kGather = 1, kRange = 2, kStore = 3, kPromote = 4, kCancel = 5, kProbe = 6 };
 
 enum class Status : uint32_t { kNone = 0, kOk = 1, kMiss = 2, kError = 3, kStale = 4, kPoison = 5 };

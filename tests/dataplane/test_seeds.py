@@ -18,7 +18,7 @@ BLOCK = 4096
 EIO = 5
 
 
-def graded(rng: np.random.Generator, layers: int, lanes: int, blocks: int, most: int = 3) -> NDArray[np.uint8]:
+def graded(rng: np.random.Generator, layers: int, lanes: int, blocks: int, most: int = 7) -> NDArray[np.uint8]:
     return rng.integers(0, most + 1, (layers, lanes, blocks), np.uint8)
 
 
@@ -145,14 +145,16 @@ def test_higher_grades_take_the_places_of_lower_ones(directory: Path, rng: np.ra
 
 
 def test_grades_harm_nobody_else(directory: Path, rng: np.random.Generator) -> None:
-    """Neither what others have used on demand nor their seeds go, and an owner stays below its bound."""
+    """Neither what others have used on demand nor their seeds go, and an owner stays below its bound.
+
+    Seeds that nobody uses fade as the tier turns over, by one for each turn: the least that workers give lasts here."""
     frames = 64
     with Rig(directory, dram_bytes=frames * 4 * BLOCK, owner=1) as victim:
         elsewhere = directory / "other"
         elsewhere.mkdir()
         with Rig(elsewhere, owner=2, beside=victim) as greedy:
             used = victim.make_pack(rng, 1, 1, 512, 512)  # 16 frames
-            seeded = victim.make_pack(rng, 1, 1, 512, 512, grades=np.full((1, 1, 64), 1, np.uint8))
+            seeded = victim.make_pack(rng, 1, 1, 512, 512, grades=np.full((1, 1, 64), 3, np.uint8))
             epoch = victim.bind(0, [used, seeded], 1024)
             assert victim.ask(OP_RANGE, 0, run(0, epoch, pair_count=512)).tolist() == [[OK, 0]]
             victim.plane.set_dram_quota(2, 16 * 4 * BLOCK)

@@ -29,7 +29,7 @@ def decoded(directory: Path, checkpoint: Path, dram: str, **settings: str) -> tu
             return torch.stack(rows), dict(admin.get_status().counters)
 
 
-@pytest.mark.parametrize("dram", ["2MiB", "64MiB"])
+@pytest.mark.parametrize("dram", ["4MiB", "64MiB"])
 @pytest.mark.parametrize("kind", ["model", "int8"])
 def test_importance_changes_no_logit(tmp_path: Path, checkpoint: Path, dram: str, kind: str) -> None:
     settings = {"storage": "bfloat16", "record_kind": kind}

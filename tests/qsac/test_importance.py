@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode_worker.importance import IMPORTANCES, SHARES, grades
+from decode_worker.importance import GRADES, IMPORTANCES, SHARES, grades
 from decode_worker.packing import HOT_FRACTION
 
 HEADS = 3
@@ -45,4 +45,4 @@ def test_a_grade_is_of_the_records_of_its_block(generator: np.random.Generator, 
     for head, block in np.ndindex(found.shape):
         inside = order[head, block * per_block : (block + 1) * per_block]
         share = sum(bool(hot[head, token]) for token in inside) / per_block
-        assert found[head, block] == sum(share > least for least in SHARES)
+        assert found[head, block] == GRADES[sum(share > least for least in SHARES)]

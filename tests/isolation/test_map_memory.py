@@ -120,9 +120,11 @@ def test_an_upload_holds_no_map_from_its_reservation_to_its_commit(daemon: Daemo
 
 
 def test_what_uploads_do_hold_is_bounded_for_each_user(tmp_path: Path) -> None:
-    """A reservation of 512 GiB is refused beside another one, before any file is made."""
+    """A reservation of 512 GiB is refused beside another one, before any file is made.
+
+    Each block of 4 KiB takes 4 B, and each extent of four."""
     large = Layout(LAYOUT.fingerprint, 128, (KindSpec(256, 256, 1, 1024),))
-    small_bytes, large_bytes = 132 * (1 << 20) // 1024, 512 * (1 << 30) // 1024
+    small_bytes, large_bytes = 132 * 1280, (512 << 10) * 1280  # of packs of 132 MiB and 512 GiB
     options = (*DAEMON_OPTIONS, "--nvme-bytes=64TiB")
     with Daemon(tmp_path, options=options) as daemon, StoreClient.connect(daemon.socket, daemon.broker) as client:
         writer = Writer(client)

@@ -4,7 +4,7 @@
 
     now    what is the default of daemon and worker
     clock  the clock keeps DRAM, and nothing between wanted blocks is read: the defaults of before
-    token  the clock, and records in the order of tokens
+    token  the clock, and records in the order of tokens; gaps are read through, as now
 
 `demo_speedup` is now / token, `demo_speedup.clock` now / clock: medians of the rounds.
 """

@@ -25,6 +25,7 @@ from bench.document import counters
 from bench.rivals import NotRun
 from decode_worker.config import KEYS, WorkerConfig
 from decode_worker.engine.engine import Engine
+from decode_worker.engine.session import Session
 from decode_worker.model.transformer import Transformer
 from decode_worker.policy.plan import NO_PAIRS, RUN_DTYPE, Op, Ticket
 from decode_worker.records import STORAGE_DTYPES
@@ -155,7 +156,7 @@ class Document:
     def _store(self, engine: Engine) -> None:
         if not self._stored:
             inject_packs(engine, self._ids[: self.tokens], SEED, alike=self._alike)
-            _read_all(engine, self._ids)
+            read_all(engine, self._ids)
             self._stored = True
 
     def random_ids(self, count: int) -> list[int]:
@@ -174,7 +175,7 @@ class Document:
         return path
 
 
-def _read_all(engine: Engine, ids: Sequence[int]) -> None:
+def read_all(engine: Engine, ids: Sequence[int]) -> None:
     """Brings every record of a stored prompt into DRAM: over and over into the first places of a session's window."""
     session, _ = engine.attach(ids)
     portion = int(session.geometry.places.min())
@@ -209,11 +210,18 @@ class Decoder:
     walked: int = 0
 
     def __post_init__(self) -> None:
-        self._sessions = [self.engine.attach(self.ids)[0] for _ in range(self.count)]
+        self._sessions: list[Session] = []
         self._last = self.document.random_ids(self.count)
         self._due = 0.0  # of a random token
+        self.attach()
         self.device_bytes = self._sessions[0].geometry.device_bytes
         self.run(self.warm_steps)
+
+    def attach(self) -> None:
+        """New sessions in the place of those before: their next step is a first one."""
+        while self._sessions:
+            self.engine.close_session(self._sessions.pop())
+        self._sessions = [self.engine.attach(self.ids)[0] for _ in range(self.count)]
 
     def run(self, steps: int) -> Sample:
         """Means over the steps: ms of the step, ms of each phase that the engine times, what was moved, and the ms of

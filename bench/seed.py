@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bench.decoder import SEED, WAIT_MS
 from bench.document import scratch
+from bench.questions import demo_kv_bytes
 from decode_worker.config import WorkerConfig
 from decode_worker.demo.document import load_words
 from decode_worker.demo.run import DEFAULT_MODEL
@@ -27,8 +28,6 @@ from decode_worker.demo.texts import own_document
 from decode_worker.engine.engine import Engine
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.importance import IMPORTANCES
-from decode_worker.model.checkpoint import Checkpoint
-from decode_worker.records import RecordFormat
 from kvstore_service.client import AdminClient
 from kvstore_service.client.private import PrivateDaemon
 
@@ -78,11 +77,8 @@ def measure(settings: Settings) -> list[Figure]:
 
 
 def _session(settings: Settings, directory: Path, importance: str, seed: int) -> Iterator[tuple[str, float]]:
-    shape = Checkpoint.open(DEFAULT_MODEL).config
-    record_bytes = RecordFormat(shape.kv_heads, shape.head_dim, "bfloat16").record_bytes
-    kv_bytes = settings.tokens * shape.layers * shape.kv_heads * record_bytes
     with contextlib.ExitStack() as stack:
-        daemon = stack.enter_context(PrivateDaemon(directory, int(settings.dram * kv_bytes)))
+        daemon = stack.enter_context(PrivateDaemon(directory, int(settings.dram * demo_kv_bytes(settings.tokens))))
         admin = stack.enter_context(AdminClient.connect(daemon.socket, daemon.broker))
         config = WorkerConfig(
             DEFAULT_MODEL, Path(daemon.socket), Path(daemon.broker), context=2 * settings.tokens, wait_ms=WAIT_MS,

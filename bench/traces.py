@@ -123,13 +123,14 @@ def demo(
         traced = document.facts[::every]
         if learn:
             answer([fact for fact in document.facts if fact not in traced])
-            _retier(daemon)
+            retier(daemon)
         with Listener(daemon) as listener:
             answer(traced)
         return Trace("demo", listener.accesses(), _extents(daemon))
 
 
-def _retier(daemon: PrivateDaemon) -> None:
+def retier(daemon: PrivateDaemon) -> None:
+    """Rewrites the packs in the order that is learnt from what runs wanted. RuntimeError if none is rewritten."""
     with contextlib.closing(AdminClient.connect(daemon.socket, daemon.broker)) as admin:
         answers = list(admin.retier())
         if all(answer.code for answer in answers):

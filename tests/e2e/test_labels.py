@@ -63,19 +63,19 @@ def stored(daemon: Daemon, checkpoint: Path) -> Daemon:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("kind", "retriever", "query"),
+    ("kind", "retriever", "query", "kernels"),
     [
-        ("float32", "exact", "speculative"),
-        ("bfloat16", "hash", "speculative"),
-        ("int8", "hash", "speculative"),
-        ("int4", "hash", "true"),
+        ("float32", "exact", "speculative", "reference"),
+        ("bfloat16", "hash", "speculative", "cpu"),
+        ("int8", "hash", "speculative", "cpu"),
+        ("int4", "hash", "true", "cpu"),
     ],
 )
 def test_labels_and_what_they_select_come_back(
-    daemon: Daemon, checkpoint: Path, kind: str, retriever: str, query: str
+    daemon: Daemon, checkpoint: Path, kind: str, retriever: str, query: str, kernels: str
 ) -> None:
     records = {"storage": "bfloat16", "record_kind": kind} if kind.startswith("int") else {"storage": kind}
-    settings = {**SETTINGS, **records, "retriever": retriever, "query": query}
+    settings = {**SETTINGS, **records, "retriever": retriever, "query": query, "kernels": kernels}
     with joined(daemon, checkpoint, **settings) as engine:
         session, logits = engine.prefill(IDS)
         greedy(engine, session, logits, 20)

@@ -92,10 +92,6 @@ class Life:
         key = SidecarKey(packs[0].pack_id, packs[0].build, "hash")
         client.put_sidecar(key, bytes([number % 256]) * 3000)
         assert client.get_sidecar(key) == bytes([number % 256]) * 3000
-        labels = SidecarKey(packs[0].pack_id, packs[0].build, "labels")
-        for content in (b"first", bytes([number % 256]) * 2000):
-            client.put_sidecar(labels, content, replace=True)
-            assert client.get_sidecar(labels) == content
         self._seal(packs[-1], numbers[-1])
         self._gather(epoch, numbers)
         (upload,) = client.reserve_pack(self._session, [reservation(-1 - number)])

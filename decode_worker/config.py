@@ -75,6 +75,7 @@ class WorkerConfig:
     record_kind: str = "model"
     order: str = "pack"
     importance: str = "head"
+    labels: str = "off"
     staging_bytes: int = 16 << 20
     wait_ms: int = 2000
     stale: str = "use"
@@ -201,6 +202,12 @@ KEYS = (
         choice(*IMPORTANCES.names),
         "what of a new prompt is put into DRAM as it is written: what each head attends to, or all heads of a layer by "
         "position; hint: read back from the disk, none: nothing",
+    ),
+    Key(
+        "labels",
+        None,
+        choice("kept", "off"),
+        "what heads selected with last: kept beside a session's packs at its end, for whoever attaches them; or off",
     ),
     Key("staging_bytes", None, size(1 << 16), "memory through which packs are written"),
     Key("wait_ms", None, count(1, 600_000), "deadline of every wait for the daemon"),

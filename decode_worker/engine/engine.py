@@ -26,6 +26,7 @@ from decode_worker.kernels.base import RecordKind, StepContext
 from decode_worker.kernels.ends import Row
 from decode_worker.kernels.products import PRODUCTS
 from decode_worker.kernels.sets import KERNELS
+from decode_worker.labels import Labels
 from decode_worker.model.checkpoint import Checkpoint
 from decode_worker.model.sampling import Sampling
 from decode_worker.model.tokenizer import Tokenizer
@@ -113,6 +114,7 @@ class Engine:
         """What works on the worker's memory."""
         config = self.config
         self.catalogue = PackCatalogue(self.client, self.retriever)
+        self.labels = Labels(self.client, self.policy, self._provenance)
         self._writer = PackWriter(
             self.records, self.retriever, self.client, self.transport, self.catalogue, self._calls,
             order=config.order, importance=config.importance,
@@ -282,12 +284,22 @@ class Engine:
                 yield from self._attach_longest(session, wanted)
                 session.tokens = list(ids[: session.stored])
                 yield from self._bind(session)
+                yield from self._take_labels(session)
                 break
             except BaseException as error:
                 self.give_up(session, error)
                 if attempt == ATTEMPTS or not prefix_changed(error):
                     raise
         return session, list(ids[session.stored :])
+
+    def _take_labels(self, session: Session) -> Pieces[None]:
+        """Those of the latest session that ended with the same packs, if they are kept, and what they select."""
+        if self.config.labels == "off" or session.last_pack is None or not self.policy.compares_labels:
+            return
+        labels = yield from self._calls.call(self.labels.find, session.last_pack)
+        if labels is not None:
+            labels = labels.flatten(1, 2).to(self.device.torch_device)
+            self.loop.relabel(session.slot, session.position, list(labels))
 
     def _attach_longest(self, session: Session, wanted: Sequence[PrefixCandidate]) -> Pieces[None]:
         """The longest chain of stored packs, attached, with their indexes; what has no good index is read back and
@@ -372,11 +384,13 @@ class Engine:
         return StoreError("RESOURCE_EXHAUSTED", reason)
 
     def close_session(self, session: Session) -> None:
-        """Unbinds the slot and closes the session in the store. Packs stay stored.
+        """Keeps its labels, unbinds the slot and closes the session in the store. Packs stay stored.
 
         Idempotent; after an error `give_up` remains."""
         if session not in self._open_sessions:
             return
+        if self.config.labels == "kept":
+            self.labels.keep(session)
         self._sealer.give_up(session)
         self.policy.unbind(session.slot)
         self.client.close_session(session.session_id)

@@ -8,6 +8,7 @@ from decode_worker.pack_writer import PackDraft
 from decode_worker.packs import IndexedPack
 from decode_worker.window.geometry import WindowGeometry
 from decode_worker.work import Work
+from kvstore_service.client import PackRef
 
 
 @dataclass(eq=False)
@@ -33,6 +34,13 @@ class Session:
     def stored(self) -> int:
         """N: tokens in committed packs, whole hash blocks."""
         return sum(pack.tokens for pack in self.packs)
+
+    @property
+    def last_pack(self) -> PackRef | None:
+        """Of those that the store has of it, one that the session has not gone on with yet included."""
+        if self.sealing is not None and self.sealing.ended:
+            return self.sealing.result.ref
+        return self.packs[-1].ref if self.packs else None
 
     @property
     def position(self) -> int:

@@ -137,18 +137,30 @@ class DecodeLoop:
         nothing under way: steps of other slots may lie between two."""
         for layer, query in enumerate(queries):
             if self._policy.selects(layer):
-                self._seed_layer(slot, position, layer, query.float().contiguous())
+                self._seed(slot, position, [(layer, query, QueryKind.SPECULATIVE if layer else QueryKind.TRUE)])
                 yield None
 
-    def _seed_layer(self, slot: int, position: int, layer: int, query: torch.Tensor) -> None:
-        kind = QueryKind.SPECULATIVE if layer else QueryKind.TRUE
+    def relabel(self, slot: int, position: int, labels: Sequence[torch.Tensor]) -> None:
+        """The same from the labels [Hq, d] of an earlier session, one per layer. All layers' records travel at once."""
+        policy = self._policy
+        self._seed(slot, position, [
+            (layer, label, policy.query_kind(layer)) for layer, label in enumerate(labels) if policy.selects(layer)
+        ])  # fmt: skip
+
+    def _seed(self, slot: int, position: int, queries: Sequence[tuple[int, torch.Tensor, QueryKind]]) -> None:
         self._transport.require_alive()
         self._begin(slot, position)
-        look_up = Launch("look_up", layer, self.kernels.look_up, (layer, query, kind))
+        kernels = self.kernels
         with self._posting():
-            self._run([look_up, Launch("arrive", layer, self.kernels.await_ticket, (layer,))])
+            self._run([
+                *(
+                    Launch("look_up", layer, kernels.look_up, (layer, query.float().contiguous(), kind))
+                    for layer, query, kind in queries
+                ),
+                *(Launch("arrive", layer, kernels.await_ticket, (layer,)) for layer, _, _ in queries),
+            ])  # fmt: skip
             self._device.wait()
-        self.kernels.raise_for_error()
+        kernels.raise_for_error()
         self._require_no_fault(slot)
 
     def remember(self, slot: int, position: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

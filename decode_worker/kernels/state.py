@@ -129,7 +129,16 @@ class HeadState:
 
     def current_cover(self, slot: int) -> torch.Tensor:
         """int32[layers, heads]."""
-        return torch.where(self.parity[:, slot] == 0, self.cover[0, :, slot], self.cover[1, :, slot])
+        return self._in_use(self.cover, slot)
+
+    def current_labels(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels float32[layers, heads, g, d] and their kinds int8[layers, heads]."""
+        return self._in_use(self.label, slot), self._in_use(self.label_kind, slot)
+
+    def _in_use(self, sides: torch.Tensor, slot: int) -> torch.Tensor:
+        first, second = sides[:, :, slot]
+        parity = self.parity[:, slot].view(*self.parity[:, slot].shape, *[1] * (first.dim() - 2))
+        return torch.where(parity == 0, first, second)
 
     def has_label(self, layer: int, slot: int, head: int) -> bool:
         return int(self.label_kind[self.side(layer, slot, head)]) != QueryKind.NONE

@@ -155,6 +155,21 @@ class Policy:
         """Whether any head of the layer needs a query to select with; False: all of them hold every token."""
         return not self.settings.resident[layer].all()
 
+    @property
+    def compares_labels(self) -> bool:
+        """Whether any head reuses its set as its label says."""
+        return self.settings.reuse.by_label and not self.settings.resident.all()
+
+    def labels(self, slot: int) -> torch.Tensor | None:
+        """Of the slot's heads, float32[layers, H, g, d] in the host's memory; what resident heads have means nothing.
+        None where no labels are compared, and if a head that selects has none that its next query is compared with."""
+        if not self.compares_labels:
+            return None
+        selecting = torch.from_numpy(~self.settings.resident)
+        labels, kinds = (each.cpu() for each in self.state.current_labels(slot))
+        wanted = torch.tensor([[self.query_kind(layer)] for layer in range(self.settings.layers)])
+        return labels if bool((kinds == wanted)[selecting].all()) else None
+
     def query_kind(self, layer: int) -> QueryKind:
         """Of the query that selects at this layer."""
         return QueryKind.SPECULATIVE if layer and self.settings.speculative else QueryKind.TRUE

@@ -215,10 +215,13 @@ class StoreClient(Client):
         self.attach_packs(session_id, [pack])
         return pack
 
-    def put_sidecar(self, key: SidecarKey, content: bytes) -> None:
-        """Durable on return. The first content of a key stays. FAILED_PRECONDITION for another build."""
+    def put_sidecar(self, key: SidecarKey, content: bytes, replace: bool = False) -> None:
+        """Durable on return. The first content of a key stays, unless it is to be replaced. FAILED_PRECONDITION for
+        another build."""
         transfer = self._connection.offer("kvstore-sidecar", content)
-        request = pb.PutSidecarRequest(key=wire.sidecar_key_to(key), transfer=transfer, size=len(content))
+        request = pb.PutSidecarRequest(
+            key=wire.sidecar_key_to(key), transfer=transfer, size=len(content), replace=replace
+        )
         self._call(self._stub.PutSidecar, request, COMMIT_TIMEOUT_S)
 
     def get_sidecar(self, key: SidecarKey) -> bytes | None:

@@ -222,6 +222,8 @@ def number(low: float, high: float) -> Callable[[Any], float]:
 
 def choice(*words: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
+        if value is False and "off" in words:  # as YAML 1.1 reads a bare `off`
+            return "off"
         if value not in words:
             shown = [word or "''" for word in words]
             raise ValueError(f"write {', '.join(shown[:-1])} or {shown[-1]}")

@@ -100,6 +100,29 @@ def test_an_engine_on_a_gpu_says_what_one_on_the_cpu_says(
 
 
 @pytest.mark.timeout(200)
+def test_labels_that_one_left_are_the_others(
+    gpu_daemon: Daemon, checkpoint: Path, gpu: PretendGpu, bounded: None, patched_once: None
+) -> None:
+    """All layers' sets travel at once, to either."""
+    settings = SETTINGS | {"labels": "kept", "layer0": "offloaded"}
+    ids, left, sets = random_ids(530, 9), [], []
+    for kernels in ("cpu", "cpu", "triton"):
+        config = WorkerConfig(**worker_settings(gpu_daemon, checkpoint, **settings, kernels=kernels))
+        with closing(engine_of(config, gpu)) as engine:
+            session = engine.attach(ids)[0] if left else engine.prefill(ids)[0]
+            state, slot = engine.policy.state, session.slot
+            left.append(engine.policy.labels(slot))
+            heads = [(layer, head) for layer in range(LAYERS) for head in range(engine.model.config.kv_heads)]
+            sides = [state.side(layer, slot, head) for layer, head in heads]
+            sets.append([sorted(state.held[side].tolist()) for side in sides])
+            engine.close_session(session)
+    assert left[0] is not None
+    assert all(labels is not None and torch.equal(labels, left[0]) for labels in left)
+    assert sets[2] == sets[1]
+    assert min(map(max, sets[1])) >= 0
+
+
+@pytest.mark.timeout(200)
 def test_generate_tells_which_window_it_took_and_why_not_the_others(
     double: GpuDouble, checkpoint: Path, gpu: PretendGpu, patched_once: None, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

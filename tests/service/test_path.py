@@ -245,6 +245,20 @@ def test_sidecars_belong_to_a_build(worker: TestWorker) -> None:
         client.put_sidecar(SidecarKey(pack.pack_id, bytes(16), "hash"), b"codes")
 
 
+def test_a_sidecar_stays_unless_it_is_to_be_replaced(daemon: Daemon, worker: TestWorker) -> None:
+    (pack,) = store_chain(worker, [1])
+    key = SidecarKey(pack.pack_id, pack.build, "labels", b"settings")
+    with AdminClient.connect(daemon.socket, daemon.broker) as admin:
+        stored_bytes = admin.get_status().counters["stored_bytes"]
+        for replace, content in ((True, b"first"), (False, b"second"), (True, b"third one"), (True, b"4")):
+            worker.client.put_sidecar(key, content, replace)
+            kept = content if replace else b"first"
+            assert worker.client.get_sidecar(key) == kept
+            (path,) = (daemon.data_dir / "sidecars").iterdir()
+            assert admin.get_status().counters["stored_bytes"] == stored_bytes + path.stat().st_size
+        assert all(check.ok for check in admin.audit())
+
+
 def test_importance_is_a_hint(worker: TestWorker) -> None:
     (pack,) = store_chain(worker, [1])
     session = worker.client.open_session(LAYOUT, 4096)

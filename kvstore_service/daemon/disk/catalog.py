@@ -367,15 +367,17 @@ class Catalog:
         (count,) = self._database.row("SELECT count(*) FROM sidecars WHERE pack_id = ?", (pack_id,))
         return int(count)
 
-    def commit_sidecar(self, row: SidecarRow) -> SidecarRow:
-        """The row of a file that is durable, or the one that was there before."""
-        key = row.key
+    def commit_sidecar(self, row: SidecarRow, replace: bool = False) -> str | None:
+        """Of a file that is durable. Its key may have one already, which stays unless it is to be replaced. Returns the
+        file that no row names then, if there is one."""
         with self._database.transaction() as db:
+            held = _held_sidecar(db, row.key)
+            if held is not None and replace:
+                db.execute("DELETE FROM sidecars WHERE file = ?", (held.file,))
             _insert_sidecar(db, row)
-            held = _held_sidecar(db, key) or row
             commits = count_commit(db)
         self._stamp.write(self._database.id, commits)
-        return held
+        return None if held is None else held.file if replace else row.file
 
     def drop_sidecar(self, row: SidecarRow, reason: str) -> bool:
         """Forgets a damaged sidecar, then removes its file. False if another call has done so."""

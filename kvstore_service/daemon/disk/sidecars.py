@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from kvstore_service.daemon.directories import what_is
 from kvstore_service.daemon.disk.catalog import Catalog
-from kvstore_service.daemon.disk.files import sync_directory
+from kvstore_service.daemon.disk.files import remove_file, sync_directory
 from kvstore_service.daemon.disk.rows import SidecarRow
 from kvstore_service.shared import memory
 from kvstore_service.shared.types import SidecarKey, StoreError
@@ -33,19 +33,20 @@ def file_bytes(key: SidecarKey, content_bytes: int) -> int:
     return _HEAD.size + len(_encoded(key)) + content_bytes + _CRC.size
 
 
-def write(catalog: Catalog, key: SidecarKey, content: bytes | memoryview) -> None:
-    """Durable on return. The first content of a key stays, unless it was damaged since."""
-    if _is_held(catalog, key):
+def write(catalog: Catalog, key: SidecarKey, content: bytes | memoryview, replace: bool = False) -> None:
+    """Durable on return. The first content of a key stays, unless it was damaged since or is to be replaced: then
+    a crash leaves the former content or this one."""
+    if not replace and _is_held(catalog, key):
         return
     row = write_file(catalog, key, content)
     path = catalog.sidecars_dir / row.file
     try:
-        kept = catalog.commit_sidecar(row)
+        left = catalog.commit_sidecar(row, replace)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    if kept.file != row.file:
-        path.unlink()
+    if left is not None:
+        remove_file(catalog.sidecars_dir / left)
 
 
 def write_file(catalog: Catalog, key: SidecarKey, content: bytes | memoryview) -> SidecarRow:

@@ -127,7 +127,7 @@ class StoreService(pb_grpc.StoreServiceServicer):
             if request.size != (size_bytes := os.fstat(offered.fd).st_size):
                 raise StoreError("INVALID_ARGUMENT", f"size {request.size}; the descriptor has {size_bytes} B")
             with memory.mapped(offered.fd) as content:
-                self._store.indexes.put(worker, wire.sidecar_key_of(request.key), content)
+                self._store.indexes.put(worker, wire.sidecar_key_of(request.key), content, request.replace)
         return pb.PutSidecarResponse()
 
     def GetSidecar(self, request: pb.GetSidecarRequest, context: Call) -> pb.GetSidecarResponse:

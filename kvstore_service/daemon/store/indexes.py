@@ -22,7 +22,8 @@ class Indexes:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def put(self, worker: Worker, key: SidecarKey, content: bytes | memoryview) -> None:
+    def put(self, worker: Worker, key: SidecarKey, content: bytes | memoryview, replace: bool = False) -> None:
+        """Durable on return. The first content of a key stays, unless it is to be replaced."""
         with self._state.acting(worker), self._keeping(key, worker):
             if len(content) > sidecars.SIDECAR_BYTES_MAX or not key.kind or key.kind == "map":
                 raise StoreError(
@@ -40,7 +41,7 @@ class Indexes:
             self._state.room.promise(worker.tenant, file_bytes)
             try:
                 self._state.room.clear_disk(file_bytes)
-                sidecars.write(self._state.catalog, key, content)
+                sidecars.write(self._state.catalog, key, content, replace)
             finally:
                 self._state.room.unpromise(worker.tenant, file_bytes)
 

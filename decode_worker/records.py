@@ -87,19 +87,51 @@ class RecordFormat:
         """Writes one layer's segments (K, V: [n, H, d]; order: uint16[H, n], record -> token; grades: uint8[H, blocks])
         into `part`; returns their offsets there, uint64[H]."""
         tokens = order.shape[1]
-        # Converted where they lie and moved as whole records: a third of what it takes to move K and V first.
-        records = torch.zeros((self.kv_heads, tokens, self.record_bytes), dtype=torch.uint8)
-        self.pack(keys.transpose(0, 1), values.transpose(0, 1), records)
         offsets = np.arange(self.kv_heads, dtype=np.uint64) * self._head_bytes(tokens)
+        move = self._move_quantised if self.quantised else self._move
+        move(part, keys, values, order, offsets)
         for head, (first, tokens_of) in enumerate(zip(offsets.tolist(), order, strict=True)):
             end = first + tokens * self.record_bytes
             map_end = end + 2 * tokens
-            segment = part[first:end].reshape(tokens, self.record_bytes)
-            np.take(records[head].numpy(), tokens_of, axis=0, out=segment, mode="clip")
             part[end:map_end] = tokens_of.view(np.uint8)
             if grades is not None:
                 part[map_end : map_end + grades.shape[1]] = grades[head]
         return offsets
+
+    def _move(
+        self,
+        part: NDArray[np.uint8],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        order: NDArray[np.uint16],
+        offsets: NDArray[np.uint64],
+    ) -> None:
+        """Each token's K and V are rounded on their way into the record's place: read once, written once."""
+        heads, tokens = order.shape
+        if self.record_bytes > 2 * self._half_bytes:
+            for first in offsets.tolist():
+                part[first : first + tokens * self.record_bytes] = 0
+        place = np.full((tokens, heads), -1, dtype=np.int32)
+        place[order, np.arange(heads)[:, None]] = np.arange(tokens)
+        base = np.broadcast_to(offsets, place.shape).copy()
+        key, value = (x.float().contiguous().numpy() for x in (keys, values))
+        _native.store_token(part, base, place, key, value, self.code, self.record_bytes)
+
+    def _move_quantised(
+        self,
+        part: NDArray[np.uint8],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        order: NDArray[np.uint16],
+        offsets: NDArray[np.uint64],
+    ) -> None:
+        heads, tokens = order.shape
+        # Converted where they lie and moved as whole records: a third of what it takes to move K and V first.
+        records = torch.zeros((heads, tokens, self.record_bytes), dtype=torch.uint8)
+        self.pack(keys.transpose(0, 1), values.transpose(0, 1), records)
+        for head, first in enumerate(offsets.tolist()):
+            segment = part[first : first + tokens * self.record_bytes].reshape(tokens, self.record_bytes)
+            np.take(records[head].numpy(), order[head], axis=0, out=segment, mode="clip")
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor) -> None:
         """K, V [..., d] -> `records`, uint8 [..., record_bytes]; what lies behind V stays as it is."""

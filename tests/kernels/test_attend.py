@@ -148,7 +148,7 @@ def test_places_outside_the_window_are_refused(rng):
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_store_token_rounds_like_torch(rng, dtype):
+def test_store_token_rounds_like_torch(level, rng, dtype):
     d, heads = 80, 2
     record_bytes = 640 if dtype == FLOAT32 else 320
     key, value = rng.standard_normal((2, 1, heads, d), dtype=np.float32)

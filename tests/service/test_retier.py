@@ -2,7 +2,9 @@
 somebody has them; nothing is lost by it."""
 
 import os
+import struct
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -229,6 +231,42 @@ def test_indexes_follow_the_records_and_other_sidecars_go(tmp_path: Path, rng: n
             assert at.client.get_sidecar(SidecarKey(new.pack_id, new.build, kind, b"p")) is None
         assert len(at.files("sidecars")) == 1
         at.check(1, new)
+
+
+def index_of(header: dict[str, object], data: bytes = b"") -> bytes:
+    """An index whose array has this header, whatever it claims."""
+    text = repr(header).encode()
+    text += b" " * (-(len(text) + 11) % 64) + b"\n"
+    body = struct.pack("<8sI32s", index_file.MAGIC, index_file.VERSION, b"p" * 32)
+    body += b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+NO_ARRAYS = {
+    "items without bytes": index_of({"descr": "|V0", "fortran_order": False, "shape": (LAYERS, LANES, TOKENS)}),
+    "axes below zero": index_of({"descr": "<u8", "fortran_order": False, "shape": (-1, -1, 4)}, bytes(32)),
+    "items that are arrays": index_of({"descr": ("<u8", (4,)), "fortran_order": False, "shape": (2, 2)}, bytes(128)),
+    "too many axes": index_of({"descr": "<u8", "fortran_order": False, "shape": (1,) * 70}, bytes(8)),
+}
+
+
+@pytest.mark.parametrize("what", NO_ARRAYS)
+def test_a_header_that_no_array_can_have_is_no_index(what: str) -> None:
+    with pytest.raises(index_file.IndexFormatError, match="holds no array"):
+        index_file.load(NO_ARRAYS[what])
+
+
+def test_a_malformed_index_of_one_user_ends_no_rewrite(tmp_path: Path) -> None:
+    """Whoever may write sidecars writes their headers: what numpy says of one is not the end of the operator's call."""
+    with scene(tmp_path) as at:
+        old, other = at.write(1), at.write(2)
+        for number, blob in enumerate(NO_ARRAYS.values()):
+            at.client.put_sidecar(SidecarKey(old.pack_id, old.build, f"kind{number}", b"p"), blob)
+        at.use(old)
+        at.use(other)
+        assert [(answer.code, answer.message) for answer in at.retier(old, other)] == [(0, ""), (0, "")]
+        assert at.files("sidecars") == set()
+        at.check(1, at.found(1))
 
 
 def by_token(codes: NDArray[np.uint64], order: NDArray[np.uint16]) -> NDArray[np.uint64]:

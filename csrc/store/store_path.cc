@@ -154,15 +154,18 @@ void StorePath::seed(const RunTask& t, const Io& io) {
   const uint32_t first = uint32_t(io.offset / kBlockBytes) - 1, end = first + io.bytes / kBlockBytes;
   Landing landings[kBufferBlocks + 1];
   uint32_t count = 0;
+  uint8_t refused = 0;  // a frame was looked for at this weight, which takes hundreds of looks, and none found
   for (uint32_t extent = first / per_extent; extent * per_extent < end; ++extent) {
     const uint32_t begin = extent * per_extent;
     const uint8_t weight =
         grade(t, std::max(begin, segment) - segment, std::min(begin + per_extent, segment_end) - segment);
-    if (weight == 0) continue;
+    if (weight <= refused) continue;
     const uint32_t low = std::max(begin, first), high = std::min(begin + per_extent, end);
     const uint16_t blocks = uint16_t((1u << (high - begin)) - (1u << (low - begin)));
     ExtentUse use{pack, extent, kNoFrame, 0, 0, blocks, 0, false, false};
-    if (frames_.acquire_seed(use, weight) != Frames::Ahead::kRead) continue;
+    const Frames::Ahead result = frames_.acquire_seed(use, weight);
+    if (result == Frames::Ahead::kFull) refused = weight;
+    if (result != Frames::Ahead::kRead) continue;
     std::memcpy(frames_.address(use.frame) + uint64_t{low - begin} * kBlockBytes,
                 from + uint64_t{low - first} * kBlockBytes, uint64_t{high - low} * kBlockBytes);
     landings[count++] = {use.frame, use.to_read, 0, true};

@@ -46,11 +46,13 @@ def _array(content: bytes) -> NDArray[Any]:
     try:
         npy.read_magic(file)
         shape, fortran_order, dtype = npy.read_array_header_1_0(file)
-    except Exception as error:  # a parser's, of any kind
+        if dtype.hasobject or fortran_order or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
+            raise IndexFormatError("the index sidecar holds another array than its header says")
+        return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)
+    except IndexFormatError:
+        raise
+    except Exception as error:  # a parser's, of any kind, or that of a shape or dtype that no array can have
         raise IndexFormatError(f"the index sidecar holds no array: {type(error).__name__}") from None
-    if dtype.hasobject or fortran_order or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
-        raise IndexFormatError("the index sidecar holds another array than its header says")
-    return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)
 
 
 def reordered(data: NDArray[Any], records: NDArray[np.integer[Any]]) -> NDArray[Any]:

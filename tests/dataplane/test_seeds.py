@@ -234,3 +234,23 @@ def test_a_pack_that_cannot_be_opened_leaves_no_frames(directory: Path, rng: np.
             rig.plane.finish_upload(upload)
         assert rig.plane.stats()["frames_used"] == rig.plane.stats()["uploads_open"] == 0
         check(rig)
+
+
+@pytest.mark.xfail(strict=True, reason="lfu: uses counted at a look of a read ahead age the frames counted before them")
+def test_seeds_take_no_frame_that_was_just_used(directory: Path, rng: np.random.Generator) -> None:
+    """A neighbour's grades, never committed, against frames that were all used 32 times a moment ago. Each look counts
+    the marks of another frame as uses of its owner, whose rounds then pass for the frames that were looked at first."""
+    elsewhere = directory / "other"
+    elsewhere.mkdir()
+    with Rig(directory, dram_bytes=512 * 4 * BLOCK, owner=1, window_bytes=16 << 20, staging_bytes=16 << 20) as victim:
+        epoch = victim.bind(0, [victim.make_pack(rng, 1, 1, 512, 16384)], 16384)
+        for _ in range(32):
+            assert victim.ask(OP_RANGE, 0, run(0, epoch, pair_count=16384)).tolist() == [[OK, 0]]
+        assert victim.plane.owners() == {1: 512}
+        with (
+            Rig(elsewhere, beside=victim, owner=2, staging_bytes=16 << 20) as other,
+            uploading(other, rng, 16384) as upload,
+        ):
+            records, order = rng.integers(1, 256, (16384, 512), np.uint8), np.arange(16384, dtype=np.uint16)
+            assert other.store(upload, 0, 0, records, order, grades=np.full(2048, 7, np.uint8)) == (OK, 0)
+            assert victim.plane.owners() == {1: 512}

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from kvstore_service.daemon.disk import learnt_order
 from kvstore_service.daemon.disk.catalog import Catalog
 from kvstore_service.daemon.store import room
 from kvstore_service.daemon.store.retier import Retier, Retiered
@@ -132,6 +133,23 @@ def test_an_unknown_outcome_leaves_both_files_to_the_next_start(
     finally:
         again.close()
         node.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_what_nobody_expected_is_told_and_logged(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The chore asks nobody for its outcome, and an operator's other packs are not to suffer for one."""
+    row = row_of(node)
+
+    def failing(*_: object) -> None:
+        raise MemoryError("no memory for samples")
+
+    monkeypatch.setattr(learnt_order, "learn", failing)
+    refused(node.store.operation.retier(row, False), "INTERNAL")
+    assert any("no memory for samples" in str(vars(record).get("fields")) for record in caplog.records)
+    assert files(node) == {row.file}
+    monkeypatch.undo()
+    assert node.store.operation.retier(row, False).error is None
 
 
 def test_a_full_disk_is_left_as_it_was(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

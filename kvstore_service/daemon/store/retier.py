@@ -122,9 +122,11 @@ class Retier:
                     done = replace(done, bytes=row.file_bytes)
         except StoreError as error:
             return replace(done, error=error)
-        except (OSError, sqlite3.Error) as error:
-            event(log, ERROR, "pack not rewritten", pack_id=row.ref.pack_id.hex(), error=error)
-            return replace(done, error=StoreError("UNAVAILABLE", f"{row.file}: {error}"))
+        except Exception as error:  # of which nobody else hears where the daemon does it by itself
+            what = f"{type(error).__name__}: {error}"
+            event(log, ERROR, "pack not rewritten", pack_id=row.ref.pack_id.hex(), error=what)
+            code = "UNAVAILABLE" if isinstance(error, (OSError, sqlite3.Error)) else "INTERNAL"
+            return replace(done, error=StoreError(code, f"{row.file}: {what}"))
         return done
 
     @contextmanager

@@ -119,7 +119,7 @@ uint32_t DataPlane::finish_upload(uint32_t upload) {
     return 0;
   }
   try {
-    pack->open(entry.upload->path());
+    pack->load(entry.upload->path());
     pack->seeded = true;
     return add_pack(pack);
   } catch (...) {

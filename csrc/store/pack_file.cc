@@ -96,7 +96,7 @@ PackFile::PackFile(const PackHeader& header, FrameAccount& account, Counters& co
   frame_of_extent.assign(extents(), kNoFrame);
 }
 
-void PackFile::open(const std::string& path) {
+void PackFile::load(const std::string& path) {
   const PackHeader written = header_;
   path_ = path;
   fd_ = open_direct(Site::kPackOpen, path, O_RDONLY);

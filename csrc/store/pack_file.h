@@ -37,9 +37,9 @@ class PackFile {
   // `account`: its owner's.
   PackFile(const std::string& path, FrameAccount& account, Counters& counters);
   // Of an upload, whose header has been laid out: frames may hold blocks that are written. Nothing is read before
-  // open(), which is the other constructor's second half, and DATA_LOSS if the file has another header.
+  // load(), which is the other constructor's second half, and DATA_LOSS if the file has another header.
   PackFile(const PackHeader& header, FrameAccount& account, Counters& counters);
-  void open(const std::string& path);
+  void load(const std::string& path);
 
   const PackHeader& header() const { return header_; }
   int fd() const { return fd_.get(); }

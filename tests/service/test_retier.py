@@ -356,24 +356,3 @@ def test_an_attach_meanwhile_keeps_the_build_that_it_found(tmp_path: Path) -> No
         assert "attached" in reason(answers[0])
         assert len(at.files()) == 1
         at.check(1, old)
-
-
-def peak_kib(daemon: Daemon) -> int:
-    assert daemon.process is not None
-    (line,) = (line for line in Path(f"/proc/{daemon.pid}/status").read_text().splitlines() if "VmHWM" in line)
-    return int(line.split()[1])
-
-
-@pytest.mark.xfail(strict=True, reason="an index is read, copied and written as a whole, several times its size")
-def test_the_memory_of_a_rewrite_does_not_grow_with_what_a_worker_put_beside_the_pack(tmp_path: Path) -> None:
-    """A sidecar may have 1 GiB, and what a worker says of its own index decides what a rewrite holds in memory."""
-    with scene(tmp_path) as at:
-        old = at.write(1)
-        at.client.put_sidecar(
-            SidecarKey(old.pack_id, old.build, "hash", b"p"),
-            index_file.save(b"p" * 32, np.zeros((LAYERS, LANES, TOKENS, 65536), np.uint8)),
-        )
-        at.use(old)
-        before = peak_kib(at.daemon)
-        assert at.retier(old)[0].code == 0
-        assert peak_kib(at.daemon) - before < 64 << 10

@@ -66,11 +66,11 @@ void Lfu::settle(Held& held) const {
   held.since = now;
 }
 
-// With the uses that it had since it was looked at.
-Lfu::Held& Lfu::counted(uint32_t frame) {
+// With the uses that it had since it was looked at, of which `most` pass as time.
+Lfu::Held& Lfu::counted(uint32_t frame, uint32_t most) {
   Held& held = held_[frame];
   if (const uint32_t uses = std::exchange(frames_[frame].uses, 0)) {
-    held.own->uses += uses;
+    held.own->uses += std::min(uses, most);
     settle(held);
     held.uses = uint16_t(std::min<uint32_t>(held.uses + uses * kUse, kUsesMax));
   }
@@ -121,9 +121,10 @@ std::optional<uint32_t> Lfu::coldest(Domain& domain, const Evictable& evictable,
 }
 
 // For a read ahead a count loses half in each round without a use: what was used once is cold after two, what was used
-// most after six.
+// most after six. Such looks come many at once, so what a frame was used before one passes as a single use: else looking
+// at all frames would make those cold that were looked at first.
 bool Lfu::cold_now(uint32_t frame, uint8_t weight) {
-  Held held = counted(frame);
+  Held held = counted(frame, 1);
   const uint32_t rounds = round(*held.own) - held.since;
   settle(held);
   return held.weight < weight && held.uses >> std::min(rounds, 15u) < kUse / 4;

@@ -66,7 +66,7 @@ class Lfu final : public Queues {
     return rounds < kHalf * 16 ? uint16_t((uses * (2 * kHalf - rounds % kHalf) / (2 * kHalf)) >> rounds / kHalf) : 0;
   }
   void settle(Held& held) const;
-  Held& counted(uint32_t frame);
+  Held& counted(uint32_t frame, uint32_t most = UINT32_MAX);
   uint32_t rank(uint32_t frame);
   bool cold_now(uint32_t frame, uint8_t weight);
   std::span<Ghost, kWays> ghosts(uint64_t key) {

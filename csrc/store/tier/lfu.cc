@@ -121,8 +121,8 @@ std::optional<uint32_t> Lfu::coldest(Domain& domain, const Evictable& evictable,
 }
 
 // For a read ahead a count loses half in each round without a use: what was used once is cold after two, what was used
-// most after six. Such looks come many at once, so what a frame was used before one passes as a single use: else looking
-// at all frames would make those cold that were looked at first.
+// most after six. Such looks come many at once, so what a frame was used before one passes as a single use: else a look
+// at all frames would make those cold that it began with.
 bool Lfu::cold_now(uint32_t frame, uint8_t weight) {
   Held held = counted(frame, 1);
   const uint32_t rounds = round(*held.own) - held.since;

@@ -11,8 +11,8 @@
 
 namespace headgate {
 
-// Thread-safe. A word for each record, in which each sampled run has a bit; what threads overwrite of each other at the
-// same moment is lost, and nothing depends on it.
+// Thread-safe. A bit for each record in each sampled run, those of a run side by side: a new run has few words to clear in
+// the middle of a step. What threads overwrite of each other at the same moment is lost, and nothing depends on it.
 class RunSamples {
  public:
   static constexpr uint32_t kRuns = 64;  // of a segment that are remembered
@@ -26,14 +26,15 @@ class RunSamples {
   // A run, or a portion of one, wants these records of a segment; the pack's first one is `first`. Portions of a run
   // have one number, another one than the segment's run before.
   void note(uint32_t segment, uint32_t number, uint32_t first, std::span<const Pair> pairs);
-  // u64[segments, tokens].
+  // u64[segments, tokens]: a bit for each run.
   void copy(std::span<uint64_t> to) const;
 
  private:
   RunSamples(std::atomic<uint64_t>& held, uint64_t bytes, uint32_t segments, uint32_t tokens);
+  uint64_t* run(uint64_t segment, uint32_t run) const;
 
   std::atomic<uint64_t>& held_;
-  const uint32_t segments_, tokens_;
+  const uint32_t segments_, tokens_, run_words_;
   const BlockBuffer words_;
   const std::unique_ptr<std::atomic<uint64_t>[]> runs_;  // of each segment: how many << 32 | the last one's number
 };

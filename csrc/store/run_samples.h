@@ -11,8 +11,8 @@
 
 namespace headgate {
 
-// Thread-safe. A bit for each record in each sampled run, those of a run side by side: a new run has few words to clear in
-// the middle of a step. What threads overwrite of each other at the same moment is lost, and nothing depends on it.
+// Thread-safe. A bit for each record in each sampled run, those of a run side by side: a new run has few words to clear
+// in the middle of a step. What threads overwrite of each other at the same moment is lost, and nothing depends on it.
 class RunSamples {
  public:
   static constexpr uint32_t kRuns = 64;  // of a segment that are remembered

@@ -10,6 +10,9 @@ Each is replayed at DRAM tiers of parts of the document's extents. `hit_ratio.PO
 static placement of that trace, which knows it beforehand and never misses what it holds; `hit_vs_best_static` and
 `hit_vs_belady` are the means of these ratios over the parts. The first quarter of each trace only warms the tier. An
 access is an extent that a ticket wanted, whatever it wanted of it; byte for byte nothing is said.
+
+`hit_ratio.stalled` and `waiting_tickets` are of the default policy when half of the tier is for whole segments that
+stall most (bench/stalled.py), beside the default policy alone.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,7 @@ import numpy as np
 
 from bench.document import scratch
 from bench.placement import Hits, Keys, belady, best_static
+from bench.stalled import replay_with_stalled_kept, waiting_tickets
 from bench.traces import Trace, demo, synthetic
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.synthetic.checkpoint import B8, Shape
@@ -105,7 +109,19 @@ def compare(trace: Trace, parts: Sequence[float]) -> list[Figure]:
         for bound, ratios in bounds.items():
             mean = statistics.mean(found[part] / float(ratios[part]) for part in found)
             figures.append(Figure(f"hit_vs_{bound.replace(' ', '_')}.{name}.{trace.name}", mean, f"of {bound}'s hits"))
-    return figures
+    return figures + list(_stalled(trace, sizes, first))
+
+
+def _stalled(trace: Trace, sizes: Mapping[str, int], first: int) -> Iterator[Figure]:
+    default = TIER_POLICIES[0]
+    for part, frames in sizes.items():
+        alone = replay(default, frames, trace.keys).astype(bool)
+        kept = replay_with_stalled_kept(trace, default, frames, first)
+        theirs, ours = float(alone[first:].mean()), float(kept[first:].mean())
+        yield Figure(f"hit_ratio.stalled.{trace.name}.{part}", ours, "of the accesses", default, theirs, ours / theirs)
+        theirs, ours = waiting_tickets(trace, alone, first), waiting_tickets(trace, kept, first)
+        label = f"waiting_tickets.{trace.name}.{part}"
+        yield Figure(label, ours, "of the tickets", default, theirs, ours / theirs if theirs else None)
 
 
 # --- traces ---

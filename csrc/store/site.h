@@ -17,9 +17,8 @@ enum class Site : uint8_t {
   kUploadMap,
   kUploadSegment,
   kUploadTail,
-  kUploadTailSync,
   kUploadHeader,
-  kUploadHeaderSync,
+  kUploadSync,
   kUploadUnlink,
   kPackOpen,
   kPackStat,
@@ -37,10 +36,10 @@ enum class Site : uint8_t {
   kCount
 };
 inline constexpr const char* kSiteNames[] = {
-    "upload.open",      "upload.allocate", "upload.extend",      "upload.map",    "upload.segment", "upload.tail",
-    "upload.tail_sync", "upload.header",   "upload.header_sync", "upload.unlink", "pack.open",      "pack.stat",
-    "pack.header",      "pack.crcs",       "pack.map",           "pack.verify",   "pack.segment",   "gather",
-    "read_ahead",       "probe.open",      "probe.write",        "probe.read",    "submit",
+    "upload.open",   "upload.allocate", "upload.extend", "upload.map",   "upload.segment", "upload.tail",
+    "upload.header", "upload.sync",     "upload.unlink", "pack.open",    "pack.stat",      "pack.header",
+    "pack.crcs",     "pack.map",        "pack.verify",   "pack.segment", "gather",         "read_ahead",
+    "probe.open",    "probe.write",     "probe.read",    "submit",
 };
 static_assert(std::size(kSiteNames) == size_t(Site::kCount));
 

@@ -82,9 +82,8 @@ void Upload::finish() {
   start_finish();
   try {
     write_crcs();
-    make_durable(Site::kUploadTailSync);
     write_header();
-    make_durable(Site::kUploadHeaderSync);
+    make_durable();
   } catch (const Error&) {
     // After a failed sync the kernel may call pages clean that never reached the disk: nothing here can be trusted.
     std::lock_guard lock(mutex_);
@@ -111,8 +110,9 @@ void Upload::write_header() {
   add(counters_.nvme_write_bytes, kBlockBytes);
 }
 
-void Upload::make_durable(Site site) {
-  if (disk::fdatasync(site, fd_.get()) != 0) throw system_error(path_ + ": fdatasync", errno);
+// Once for all: a header beside blocks that were lost vouches for nothing, as each of them has its own checksum.
+void Upload::make_durable() {
+  if (disk::fdatasync(Site::kUploadSync, fd_.get()) != 0) throw system_error(path_ + ": fdatasync", errno);
 }
 
 void Upload::abort() {

@@ -56,7 +56,7 @@ class Upload {
   uint32_t* crcs() const { return reinterpret_cast<uint32_t*>(table_.data()); }
   void write_crcs();
   void write_header();
-  void make_durable(Site site);
+  void make_durable();
 
   std::string path_;
   Counters& counters_;

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 WRITES = ("upload.map", "upload.segment", "upload.tail", "upload.header")
 ONE_BLOCK = ("upload.map", "upload.tail", "upload.header", "pack.header", "pack.crcs")
 READS = ("pack.header", "pack.crcs", "pack.map", "gather", "read_ahead")
-OTHERS = ("upload.open", "upload.allocate", "upload.tail_sync", "upload.header_sync", "pack.open", "pack.stat")
+OTHERS = ("upload.open", "upload.allocate", "upload.sync", "pack.open", "pack.stat")
 # Failures of these are repaired where they happen: another unlink, another submit.
 QUIET = ("upload.unlink", "submit")
 FALLBACK = "upload.extend"  # only where the file system has no fallocate
@@ -112,7 +112,7 @@ def test_every_operation_of_every_site_fails_once(daemon: Daemon) -> None:
 
 
 def test_a_full_disk_is_resource_exhausted_at_every_site_that_writes(sufferer: Sufferer) -> None:
-    for site in (*WRITES, "upload.open", "upload.allocate", "upload.tail_sync", "upload.header_sync"):
+    for site in (*WRITES, "upload.open", "upload.allocate", "upload.sync"):
         for times in (1, ALWAYS):
             code = sufferer.suffer((site, "fail", 2, times, errno.ENOSPC))
             assert (code, site) == ("RESOURCE_EXHAUSTED", site)
@@ -167,15 +167,14 @@ def test_a_torn_operation_that_reports_success_is_found_and_not_delivered(suffer
             assert sufferer.seen == {site: 1}
 
 
-@pytest.mark.parametrize("site", ["upload.tail_sync", "upload.header_sync"])
-def test_an_upload_whose_sync_failed_is_never_committed(daemon: Daemon, life: Life, site: str) -> None:
+def test_an_upload_whose_sync_failed_is_never_committed(daemon: Daemon, life: Life) -> None:
     """After a failed sync the kernel may call pages clean that are not on the disk: a second sync proves nothing."""
     client = life.worker.client
     session = client.open_session(LAYOUT, 4096)
     (item,) = client.reserve_pack(session, [reservation(1)])
     assert item.upload_id is not None
     life.worker.store(item.upload_id, 1)
-    daemon.set_disk_faults((site, "fail", 1, 1, errno.EIO))
+    daemon.set_disk_faults(("upload.sync", "fail", 1, 1, errno.EIO))
     (committed,) = client.commit_pack(session, [item.upload_id])
     assert committed.error is not None
     assert committed.error.code == "UNAVAILABLE"
@@ -199,8 +198,8 @@ def test_an_upload_that_fails_gives_its_quota_back(shim: Path, tmp_path: Path) -
             "upload.open": 3,
             "upload.allocate": 2,
             "upload.segment": 9,
-            "upload.tail_sync": 1,
             "upload.header": 1,
+            "upload.sync": 1,
         }
         for site, nth in firsts.items():
             daemon.set_disk_faults((site, "fail", nth, ALWAYS, errno.EIO))
@@ -224,7 +223,7 @@ def _write(worker: Worker, session: str, chain: list[PackReservation], uploads: 
             raise item.error
 
 
-@pytest.mark.parametrize("site", ["upload.allocate", "upload.tail", "upload.header", "upload.header_sync"])
+@pytest.mark.parametrize("site", ["upload.allocate", "upload.tail", "upload.header", "upload.sync"])
 def test_a_daemon_killed_amid_a_write_leaves_nothing_half_done(daemon: Daemon, site: str) -> None:
     with living(daemon) as life:
         life.live(1)

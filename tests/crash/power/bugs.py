@@ -22,7 +22,7 @@ def _forget(directory: Path) -> None:
 
 
 def _no_sync_before_the_row() -> None:
-    _native.io_shim_set([("upload.header_sync", "skip", 1, _ALWAYS, 0)])
+    _native.io_shim_set([("upload.sync", "skip", 1, _ALWAYS, 0)])
 
 
 def _short_read_taken_for_whole() -> None:

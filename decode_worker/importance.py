@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from decode_worker.kernels.registry import Registry
-from decode_worker.packing import HOT_FRACTION
 
+if TYPE_CHECKING:  # a flag is chosen from the names here, before anybody needs torch
+    import torch
+
+HOT_FRACTION = 0.1
 # The grade of a block by the share of its records that are hot: none, some, above a quarter, above half. A grade
 # is worth as many rounds without a use; one of 1 would be forgotten before the first step's sets have been fetched.
 SHARES = (0.0, 0.25, 0.5)
@@ -20,20 +23,25 @@ GRADES = np.array([0, 3, 5, 7], np.uint8)
 
 @dataclass(frozen=True)
 class Importance:
-    """`profile(mass)`: scores float32 [H, T] of any scale, from the attention mass that the prompt's last queries give
+    """`score(mass)`: scores float32 [H, T] of any scale, from the attention mass that the prompt's last queries give
     each token, float32 [H, T]; None: packs are not graded. `hints`: the store reads what stands first in segments."""
 
-    profile: Callable[[torch.Tensor], torch.Tensor] | None = None
+    score: Callable[[torch.Tensor], torch.Tensor] | None = None
     hints: bool = True
 
     def hot(self, mass: torch.Tensor) -> NDArray[np.bool_] | None:
         """HOT_FRACTION of the prompt's tokens, bool [H, T], where packs are graded."""
-        if self.profile is None:
+        if self.score is None:
             return None
-        scores = self.profile(mass)
-        count = max(1, int(scores.shape[1] * HOT_FRACTION))
-        hot = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-        return hot.scatter_(1, scores.topk(count, dim=1).indices, True).cpu().numpy()
+        scores = self.score(mass)
+        hot = np.zeros(scores.shape, bool)
+        np.put_along_axis(hot, scores.topk(hot_records(scores.shape[1]), dim=1).indices.cpu().numpy(), True, axis=1)
+        return hot
+
+
+def hot_records(tokens: int) -> int:
+    """How many of so many are important enough to come first, or to be kept."""
+    return max(1, int(tokens * HOT_FRACTION))
 
 
 IMPORTANCES: Registry[Importance] = Registry("importance")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from decode_worker import packing
 from decode_worker.failures import clean_up
-from decode_worker.importance import IMPORTANCES, grades
+from decode_worker.importance import IMPORTANCES, grades, hot_records
 from decode_worker.packs import IndexedPack, PackCatalogue
 from decode_worker.policy.plan import RUN_DTYPE
 from decode_worker.records import RecordFormat
@@ -264,8 +264,5 @@ class PackWriter:
             return
         self._client.hint_importance(
             session_id,
-            [
-                PackImportance(p.ref, np.full(p.order.shape[:2], packing.hot_records(p.tokens), dtype=np.uint32))
-                for p in packs
-            ],
+            [PackImportance(p.ref, np.full(p.order.shape[:2], hot_records(p.tokens), dtype=np.uint32)) for p in packs],
         )

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from decode_worker.importance import hot_records
 from decode_worker.kernels.registry import Registry
 
-HOT_FRACTION = 0.1
 RECORDS_PER_CLUSTER = 32
 CHUNK_TOKENS = 4
 KMEANS_ITERATIONS = 4
@@ -40,11 +40,6 @@ def record_order(order: Order, keys: torch.Tensor, importance: torch.Tensor) -> 
 def token_order(heads: int, tokens: int) -> NDArray[np.uint16]:
     """The identity: records in token order, uint16[heads, tokens]."""
     return np.tile(np.arange(tokens, dtype=np.uint16), (heads, 1))
-
-
-def hot_records(tokens: int) -> int:
-    """How many records of a segment are important enough to come first."""
-    return max(1, int(tokens * HOT_FRACTION))
 
 
 def _token(keys: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from decode_worker import packing
 from decode_worker.engine.engine import Engine
 from decode_worker.engine.prefix import reservations
+from decode_worker.importance import hot_records
 from decode_worker.pack_writer import PackDraft, PackWriter
 from decode_worker.retrieval.base import Retriever
 from decode_worker.retrieval.view import View
@@ -103,5 +104,5 @@ def _order(member: torch.Tensor, name: str, generator: torch.Generator) -> NDArr
     if not packing.ORDERS[name].hot_first:
         return member.argsort(stable=True).numpy().astype(np.uint16)
     hot = torch.zeros(tokens, dtype=torch.bool)
-    hot[torch.randperm(tokens, generator=generator)[: packing.hot_records(tokens)]] = True
+    hot[torch.randperm(tokens, generator=generator)[: hot_records(tokens)]] = True
     return torch.where(hot, member, member + KEY_CLUSTERS).argsort(stable=True).numpy().astype(np.uint16)

@@ -41,7 +41,8 @@ class Store:
         self.orders: list[tuple[int, ...]] = []
         nobody: Any = None
         retriever: Any = SimpleNamespace(build=self._index)
-        self._writer = PackWriter(RECORDS, retriever, *[nobody] * 4, order="pack")
+        self._writer = PackWriter(RECORDS, retriever, *[nobody] * 4, order="pack", importance="head")
+        self.importance = self._writer.importance
 
     def _index(self, layer: int, keys: NDArray[np.float32], order: NDArray[np.uint16]) -> None:
         assert keys.shape == (*order.shape[::-1], RECORDS.head_dim)
@@ -56,9 +57,10 @@ class Store:
         fresh = {"reserved": elsewhere, "known": None, "stored_order": None}
         return [SimpleNamespace(**fresh, orders=[], index_layers=[]) for _ in wanted]
 
-    def store(self, draft: Any, layer: int, *tensors: torch.Tensor) -> Pieces[None]:
+    def store(self, draft: Any, layer: int, *tensors: torch.Tensor, hot: NDArray[np.bool_]) -> Pieces[None]:
         assert {each.device for each in tensors} == {DEVICE}
-        yield from self._writer.store(draft, layer, *tensors)
+        assert hot.shape == tensors[2].shape
+        yield from self._writer.store(draft, layer, *tensors, hot=hot)
 
     def commit(self, session_id: str, drafts: Sequence[Any]) -> Pieces[list[Any]]:
         yield None

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode_worker.importance import GRADES, IMPORTANCES, SHARES, grades
-from decode_worker.packing import HOT_FRACTION
+from decode_worker.importance import GRADES, HOT_FRACTION, IMPORTANCES, SHARES, grades
 
 HEADS = 3
 

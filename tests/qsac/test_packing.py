@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from decode_worker import packing
-from decode_worker.packing import CHUNK_TOKENS, ORDERS, hot_records
+from decode_worker.importance import hot_records
+from decode_worker.packing import CHUNK_TOKENS, ORDERS
 from kvstore_service._proto import store_service_pb2 as pb
 from kvstore_service.client import LEARNT, RECORD_ORDERS
 

@@ -28,7 +28,9 @@ def test_a_reservation_whose_cleaning_up_fails_too_keeps_no_promise(tmp_path: Pa
     plane = SimpleNamespace(create_upload=lambda path, spec: next(numbers), own_upload=own, abort_upload=abort)
     room = SimpleNamespace(clear_disk=lambda size: None, unpromise=lambda tenant, size: unpromised.append(size))
     config = SimpleNamespace(nvme_bytes=0, pack_tokens=TOKENS, extent_blocks=4, upload_ttl_s=1.0, upload_stall_s=1.0)
-    uploads = Uploads(*(cast(Any, part) for part in (plane, SimpleNamespace(packs_dir=tmp_path), room, 0, 0, config)))
+    uploads = Uploads(
+        *(cast(Any, part) for part in (plane, SimpleNamespace(packs_dir=tmp_path), 0, room, 0, 0, config))
+    )
     session = SimpleNamespace(worker=SimpleNamespace(native_id=1, tenant="uid-0"), session_id="s")
     rows = [
         PackRow(PackRef(bytes([n]) * 32, bytes([n]) * 16, 0, TOKENS), NO_PARENT, LAYOUT, "uid-0", 1000) for n in (1, 2)

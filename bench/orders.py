@@ -26,11 +26,11 @@ from decode_worker.packing import ORDERS
 from decode_worker.records import RecordFormat
 from kvstore_service._native import BLOCK_BYTES, DISK_COST
 from kvstore_service.daemon.disk.cost import read_us
+from kvstore_service.shared.accesses import RUN
 
 PACK_TOKENS, EXTENT_BLOCKS = 1024, 4
 LARGER = (2048, 4096)  # packs, in the first order
 LEARNT, LEARN_BYTES = "learnt", 256 << 20
-TICKET = ("time_ns", "worker", "slot", "layer", "lane")  # extents that one run wants at once
 
 
 def main() -> int:
@@ -66,10 +66,10 @@ def measure(tokens: int, questions: int, budget: float, larger: Sequence[int] = 
 
 def cost(trace: Trace) -> tuple[float, float]:
     """(bytes of wanted blocks per byte of wanted records, microseconds of a disk per thousand records)."""
-    wanted = trace.accesses
+    wanted = trace.accesses[trace.accesses["bulk"] == 0]
     bits = np.unpackbits(wanted["wanted"].astype("<u2").view(np.uint8).reshape(-1, 2), axis=1, bitorder="little")
     access, bit = np.nonzero(bits)
-    runs = np.unique(wanted[["pack", *TICKET]], return_inverse=True)[1].ravel()[access]
+    runs = np.unique(wanted[["pack", *RUN]], return_inverse=True)[1].ravel()[access]
     blocks = wanted["extent"][access].astype(np.int64) * EXTENT_BLOCKS + bit
     order = np.lexsort((blocks, runs))
     records = int(wanted["records"].sum())

@@ -22,6 +22,7 @@ from decode_worker.synthetic.checkpoint import Shape, random_checkpoint
 from decode_worker.worker import Worker
 from kvstore_service.client import AdminClient
 from kvstore_service.client.private import PrivateDaemon
+from kvstore_service.shared.accesses import joined
 
 FOREVER_S = 3600.0
 START_S = 30.0
@@ -41,7 +42,7 @@ class Trace:
     def keys(self) -> NDArray[np.uint64]:
         """Which extent each access is of."""
         pack, extent = self.accesses["pack"], self.accesses["extent"].astype(np.uint64)
-        return pack + (extent + np.uint64(1)) * EXTENT_MIX
+        return pack + extent * EXTENT_MIX
 
 
 class Listener:
@@ -51,7 +52,7 @@ class Listener:
         self._admin = AdminClient.connect(daemon.socket, daemon.broker)
         self._on, self._done = threading.Event(), threading.Event()
         self._parts: list[bytes] = []
-        self._dropped = 0
+        self._dropped, self._complete = 0, False
         self._thread = threading.Thread(target=self._listen)
 
     def __enter__(self) -> Listener:
@@ -77,13 +78,16 @@ class Listener:
                 self._dropped = answer.dropped
                 ending += self._done.is_set()
                 if ending == 2:  # the turn that was under way, and one after it
+                    self._complete = True
                     return
 
     def accesses(self) -> NDArray[np.void]:
         """After it was closed."""
         if self._dropped:
             raise RuntimeError(f"{self._dropped} accesses were dropped; trace a slower run")
-        return np.frombuffer(b"".join(self._parts), self._fields)
+        if not self._complete:
+            raise RuntimeError("the daemon ended the trace before the run was over; trace a shorter one")
+        return joined(np.frombuffer(b"".join(self._parts), self._fields))
 
 
 def demo(
@@ -97,7 +101,7 @@ def demo(
     learn: bool = False,
 ) -> Trace:
     """The shipped model answers questions on its own documentation, each in a fresh session, as `headgate demo`; every
-    so manieth is traced. options: further ones of the daemon. learn: the others are answered before, and the packs
+    XX options: further ones of the daemon. learn: the others are answered before, and the packs
     rewritten in the order that is learnt from them; RuntimeError if none is."""
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(PrivateDaemon(directory / "demo", DEMO_DRAM, options=options))

@@ -369,7 +369,7 @@ nb::list access_fields() {
   auto add = [&](const char* name, const char* type) { fields.append(nb::make_tuple(name, type)); };
   add("time_ns", "<u8"), add("pack", "<u8"), add("extent", "<u4"), add("owner", "<u4"), add("worker", "<u4");
   add("slot_epoch", "<u4"), add("slot", "<u2"), add("layer", "<u2"), add("lane", "<u2"), add("wanted", "<u2");
-  add("records", "<u2"), add("hit", "|u1"), add("bulk", "|u1"), add("unused", "<u4");
+  add("records", "<u2"), add("hit", "|u1"), add("bulk", "|u1"), add("run", "<u4");
   return fields;
 }
 

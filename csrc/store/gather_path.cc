@@ -32,6 +32,9 @@ constexpr uint64_t kCachedBytes = 16 << 20;
 // Planning costs about as much as copying this much per record.
 constexpr uint64_t kPlanCost = 64;
 
+// Workers that step at once count their tickets alike: their runs are told apart by a bit pattern for each worker.
+constexpr uint32_t kOfWorkers = 0x9e3779b9;
+
 uint32_t step_records(uint32_t record_bytes) { return std::max(kStepRecordsMin, kStepBytes / record_bytes); }
 
 // Read at once: this many extents are claimed under one lock, and a read of others waits behind no more than so much.
@@ -45,6 +48,9 @@ uint8_t* scrap() {
   static const HugePage page;
   return page.data();
 }
+
+// Which of the latest runs of its worker, slot, layer and lane.
+uint32_t number(const RunTask& t) { return uint32_t(t.ticket->seq << 16 | t.index); }
 
 uint16_t blocks_of(const IoPart& part) { return uint16_t(((1u << part.count) - 1) << part.first); }
 
@@ -131,6 +137,10 @@ Need GatherPath::serve_hot(RunTask& t, uint64_t& cost) {
   }
   auto untouched = [&](const ExtentUse& use) { return use.count == 0 || begun + use.first >= t.cursor; };
   while (!plan_.uses.empty() && untouched(plan_.uses.back())) plan_.uses.pop_back();
+  if (!plan_.uses.empty()) {
+    ExtentUse& last = plan_.uses.back();
+    last.count = std::min(last.count, t.cursor - begun - last.first);
+  }
   trace(t, plan_.uses);
   learn(t, plan_.uses);
   add(counters_.extent_hits, plan_.uses.size());
@@ -337,7 +347,7 @@ void GatherPath::trace(const RunTask& t, std::span<const ExtentUse> uses) {
                     .records = uint16_t(use.count),
                     .hit = use.ready,
                     .bulk = t.bulk(),
-                    .unused = 0};
+                    .run = number(t)};
     }
     frames_.accesses().record({at_once, count});
     uses = uses.subspan(count);
@@ -355,8 +365,8 @@ void GatherPath::learn(const RunTask& t, std::span<const ExtentUse> uses) const 
       const ExtentUse& back = uses[same - 1];
       const std::span pairs(pairs_.data() + front.first, back.first + back.count - front.first);
       const uint32_t segment = t.layer * front.pack->header().kinds[0].lanes + t.run.lane;
-      samples->note(segment, uint32_t(t.ticket->seq << 16 | t.index), t.binding().origin(pairs.front().record).first,
-                    pairs);
+      samples->note(segment, number(t) ^ t.shard->worker.id * kOfWorkers,
+                    t.binding().origin(pairs.front().record).first, pairs);
     }
     uses = uses.subspan(same);
   }

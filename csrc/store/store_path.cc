@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "store/pack_file.h"
+#include "store/tier/policy.h"
 
 namespace headgate {
 namespace {
@@ -35,6 +36,7 @@ uint8_t grade(const RunTask& t, uint32_t first, uint32_t end) {
   const uint8_t* grades = t.shard->worker.staging.data() + t.run.arg + records + (t.run.kind == 0 ? map_bytes(h) : 0);
   uint8_t most = 0;
   for (uint32_t block = first; block < end; ++block) most = std::max(most, grades[block]);
+  static_assert(kGradeMax <= Policy::kWeightMax);
   return std::min(most, kGradeMax);
 }
 

@@ -2,6 +2,7 @@
 
 import argparse
 import struct
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore_service.client import AdminClient
 from kvstore_service.kvctl.output import Output
+from kvstore_service.shared.accesses import EXTENT_OF_RUN, joined
 from kvstore_service.shared.types import StoreError
 
 SIDE_PX = 1024  # of the picture, about, at most; a cell has 16 pixels a side, or fewer where there are many
@@ -17,7 +19,7 @@ CELL_PX = 16
 CELLS_MAX = 1 << 22
 COLDEST = 64  # of 765: the colour of what was wanted once
 AT_ONCE = 1 << 20  # records
-FIELDS = ("layer", "lane", "hit")
+FIELDS = (*EXTENT_OF_RUN, "wanted", "records", "hit")
 
 
 def heat(client: AdminClient | None, output: Output, arguments: argparse.Namespace) -> int:
@@ -51,9 +53,9 @@ def count_extents(trace: Path, misses: bool) -> NDArray[np.int64]:
         accesses = np.load(trace, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise StoreError("NOT_FOUND", f"{trace}: {error.strerror or error}; name a file of kvctl trace") from None
-    except (ValueError, EOFError):
+    except (ValueError, EOFError, zipfile.BadZipFile):
         accesses = None
-    if not isinstance(accesses, np.ndarray) or not set(FIELDS) <= set(accesses.dtype.names or ()):
+    if not isinstance(accesses, np.ndarray) or accesses.ndim != 1 or not set(FIELDS) <= set(accesses.dtype.names or ()):
         raise StoreError("INVALID_ARGUMENT", f"{trace} is no trace; kvctl trace writes one")
     if not len(accesses):
         raise StoreError("INVALID_ARGUMENT", f"{trace} holds no access: nothing ran while it was taken")
@@ -62,7 +64,7 @@ def count_extents(trace: Path, misses: bool) -> NDArray[np.int64]:
         raise StoreError("INVALID_ARGUMENT", f"{trace}: {layers} layers of {lanes} heads; at most {CELLS_MAX} cells")
     counts = np.zeros(layers * lanes, np.int64)
     for first in range(0, len(accesses), AT_ONCE):
-        part = accesses[first : first + AT_ONCE]
+        part = joined(accesses[first : first + AT_ONCE])
         part = part[part["hit"] == 0] if misses else part
         cells = part["layer"].astype(np.int64) * lanes + part["lane"]
         counts += np.bincount(cells, minlength=len(counts))

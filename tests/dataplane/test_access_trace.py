@@ -1,4 +1,4 @@
-"""What runs want of the tier, as a listener hears it: every extent, once, and nothing when nobody listens."""
+"""What runs want of the tier, as a listener hears it: every extent, and nothing when nobody listens."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from decode_worker._native import OP_GATHER, OP_RANGE
 from kvstore_service import _native
 from kvstore_service._native import NativeError
+from kvstore_service.shared.accesses import joined
 from tests.support.rig import OK, Rig, run, until
 
 ACCESS = np.dtype(list(_native.ACCESS_FIELDS))
@@ -56,6 +57,28 @@ def test_every_extent_of_a_run_is_told_with_what_was_wanted(directory: Path, rng
         heard, _ = drain(rig)
         assert heard["bulk"].all()
         assert heard["records"].sum() == TOKENS
+
+
+def test_an_extent_where_a_step_ends_is_told_of_twice_and_joined(directory: Path, rng: np.random.Generator) -> None:
+    with Rig(directory, extent_blocks=BLOCKS) as rig:
+        pack = rig.make_pack(rng, LAYERS, LANES, RECORD_BYTES, TOKENS)
+        epoch = rig.bind(0, [pack], TOKENS)
+        everything = np.arange(TOKENS, dtype=np.uint32)
+        gather(rig, epoch, 0, 0, everything)
+        records = np.delete(everything, rng.choice(TOKENS // 2, 1))  # a step copies half of them
+        rig.plane.trace_accesses(60)
+        for _ in range(2):
+            gather(rig, epoch, 0, 0, records)
+        heard, _ = drain(rig)
+        rig.plane.end_accesses()
+        per_extent = PER_BLOCK * BLOCKS
+        extents = TOKENS // per_extent
+        assert len(heard) > 2 * extents
+        found = joined(heard)
+        assert found["extent"].tolist() == 2 * list(range(extents))
+        assert (found["wanted"] == (1 << BLOCKS) - 1).all()
+        assert found["records"].tolist() == 2 * np.bincount(records // per_extent).tolist()
+        assert found["hit"].all()
 
 
 def test_one_listens_at_a_time_and_nothing_is_kept_for_nobody(directory: Path, rng: np.random.Generator) -> None:

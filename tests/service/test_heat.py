@@ -44,6 +44,7 @@ def trace(path: Path, counts: dict[tuple[int, int], tuple[int, int]]) -> Path:
     for (layer, lane), (wanted, hits) in counts.items():
         part = np.zeros(wanted, ACCESS)
         part["layer"], part["lane"], part["hit"] = layer, lane, np.arange(wanted) < hits
+        part["extent"] = range(wanted)
         records.append(part)
     np.save(path, np.concatenate(records) if records else np.zeros(0, ACCESS))
     return path
@@ -103,8 +104,11 @@ def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     np.savez(tmp_path / "several.npz", a=np.zeros(3))
     (tmp_path / "text.npy").write_text("nothing")
     (tmp_path / "cut.npy").write_bytes(good.read_bytes()[:40])
+    (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04 and no more")
+    np.save(tmp_path / "one.npy", np.zeros((), ACCESS))
+    np.save(tmp_path / "square.npy", np.zeros((2, 2), ACCESS))
     (tmp_path / "empty").touch()
-    for name in ("other.npy", "several.npz", "text.npy", "cut.npy", "empty"):
+    for name in ("other.npy", "several.npz", "text.npy", "cut.npy", "empty", "zip.npy", "one.npy", "square.npy"):
         assert kvctl.main(["heat", str(tmp_path / name), str(tmp_path / "out.png")]) == 1
         assert capsys.readouterr().err == f"kvctl: {tmp_path / name} is no trace; kvctl trace writes one\n"
     wide = trace(tmp_path / "wide.npy", {(65535, 65535): (1, 0)})

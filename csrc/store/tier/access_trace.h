@@ -11,7 +11,8 @@
 
 namespace headgate {
 
-// An extent of a run's plan, of which something was copied or has to be read.
+// An extent of a run's plan, of which something was copied or has to be read. Where a step of the run ends within an
+// extent, the next one tells of it again.
 struct Access {
   uint64_t time_ns;  // CLOCK_MONOTONIC
   uint64_t pack;     // the first eight bytes of its build
@@ -26,7 +27,7 @@ struct Access {
   uint16_t records;  // of them
   uint8_t hit;       // every wanted block was in DRAM
   uint8_t bulk;      // RANGE, not GATHER
-  uint32_t unused;
+  uint32_t run;      // one of the latest of its slot, layer and lane
 };
 static_assert(sizeof(Access) == 48 && offsetof(Access, slot) == 32);
 

@@ -41,7 +41,7 @@ class Lfu final : public Queues {
   // More would take longer to forget than it tells apart.
   static constexpr uint16_t kUsesMax = 16 * kUse;
   static constexpr uint32_t kHalf = 32;  // rounds in which counts lose half
-  // Times rounds without a use: what went on being used as often would hardly ever wait for so long.
+  // Uses times rounds without a use beyond which a count is ignored: what goes on being used as often hardly waits so.
   static constexpr uint32_t kOverdue = 256 * kUse;
   static constexpr uint32_t kGhostsPerFrame = 2;
   static constexpr uint32_t kWays = 4;  // places of a ghost, in one cache line

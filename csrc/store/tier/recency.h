@@ -33,7 +33,7 @@ class Fifo : public Queues {
 
  private:
   uint64_t uses_ = 0;
-  std::vector<uint64_t> used_;  // when it was last: uses by then
+  std::vector<uint64_t> used_;  // by frame: uses_ as its last use found it
 };
 
 class Lru final : public Fifo {

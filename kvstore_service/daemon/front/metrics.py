@@ -47,7 +47,7 @@ COUNTERS = {
     "evictions": "frames taken from one extent for another",
     "extent_hits": "extents that a run found whole in DRAM",
     "extent_misses": "extents that a run had to read from disk",
-    "hints_dropped": "hints to read ahead of workers whose user had hinted too much already",
+    "hints_dropped": "hints to read ahead that were refused: too many of their user, or no memory",
     "leftovers_removed": "unfinished files removed at the start",
     "files_quarantined": "files that the start moved to quarantine/, unknown to a new or older catalogue",
     "sidecars_dropped": "sidecars that were damaged or lost, and are no more",

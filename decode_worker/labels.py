@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from decode_worker.engine.session import Session
-from decode_worker.failures import is_lost
+from decode_worker.failures import is_lost, prefix_changed
 from decode_worker.policy.base import Policy
 from kvstore_service.client import PackRef, SidecarKey, StoreClient, StoreError
 from kvstore_service.shared import index_file
@@ -42,17 +42,25 @@ class Labels:
         if ref is None or labels is None:
             return
         try:
-            self._client.put_sidecar(self._key(ref), index_file.save(self._parameters, labels.numpy()), replace=True)
+            content = index_file.save(self._parameters, labels.numpy(), by_record=False)
+            self._client.put_sidecar(self._key(ref), content, replace=True)
         except StoreError as error:
             if is_lost(error):
                 raise
             self.refused += 1
 
     def find(self, ref: PackRef) -> torch.Tensor | None:
-        """float32[layers, H, g, d], finite, kept by the latest session that ended with this pack; None if none has.
+        """float32[layers, H, g, d], finite, kept by the latest session that ended with this pack; None if none has, or
+        the store gives none for now.
 
-        StoreError if the pack is not what it was."""
-        blob = self._client.get_sidecar(self._key(ref))
+        StoreError if the pack is not what it was, or the store is lost."""
+        try:
+            blob = self._client.get_sidecar(self._key(ref))
+        except StoreError as error:
+            if is_lost(error) or prefix_changed(error):
+                raise
+            self.refused += 1
+            return None
         if blob is None:
             return None
         try:

@@ -1,4 +1,8 @@
-"""The index of a pack as a sidecar's content: header, an array in NumPy's format, CRC-32 of both."""
+"""An array as a sidecar's content: header, the array in NumPy's format, CRC-32 of both.
+
+The index of a pack is [layers, heads, records, ...] and follows its records to another order. What does not go by
+record, such as the labels of a session, has a header of its own and stays as it is.
+"""
 
 import io
 import math
@@ -11,6 +15,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 MAGIC = b"HDGINDEX"
+MAGIC_WITHOUT_RECORDS = b"HDGARRAY"
 VERSION = 1
 _HEADER = struct.Struct("<8sI32s")
 _CRC = struct.Struct("<I")
@@ -20,10 +25,10 @@ class IndexFormatError(ValueError):
     """A sidecar is damaged, is no index, or was made with other parameters."""
 
 
-def save(parameters: bytes, data: NDArray[Any]) -> bytes:
-    """`parameters`: 32-byte digest of what the index was computed with."""
+def save(parameters: bytes, data: NDArray[Any], by_record: bool = True) -> bytes:
+    """`parameters`: 32-byte digest of what the array was computed with."""
     body = io.BytesIO()
-    body.write(_HEADER.pack(MAGIC, VERSION, parameters))
+    body.write(_HEADER.pack(MAGIC if by_record else MAGIC_WITHOUT_RECORDS, VERSION, parameters))
     np.save(body, data, allow_pickle=False)
     content = body.getvalue()
     return content + _CRC.pack(zlib.crc32(content))
@@ -35,9 +40,14 @@ def load(blob: bytes) -> tuple[bytes, NDArray[Any]]:
     if len(blob) < _HEADER.size + _CRC.size or _CRC.unpack(end)[0] != zlib.crc32(content):
         raise IndexFormatError("the index sidecar is damaged: its checksum is wrong")
     magic, version, parameters = _HEADER.unpack_from(content)
-    if magic != MAGIC or version != VERSION:
+    if magic not in (MAGIC, MAGIC_WITHOUT_RECORDS) or version != VERSION:
         raise IndexFormatError(f"the index sidecar has format version {version}, expected {VERSION}")
     return parameters, _array(content[_HEADER.size :])
+
+
+def is_by_record(blob: bytes) -> bool:
+    """Of one that `load` takes."""
+    return blob.startswith(MAGIC)
 
 
 def _array(content: bytes) -> NDArray[Any]:

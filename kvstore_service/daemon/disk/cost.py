@@ -20,7 +20,7 @@ Microseconds = tuple[float, float, float]
 
 def read_us(cost: Microseconds, runs: NDArray[np.integer[Any]], blocks: NDArray[np.integer[Any]]) -> float:
     """What it costs to read these blocks, each of its run: int[n] in the order of (run, block), no pair twice. Gaps
-    are read through where that is cheaper, by runs alone."""
+    within a run are read through where that is cheaper; pieces of memory are not counted."""
     gaps = np.diff(blocks) - 1
     joined = (np.diff(runs) == 0) & (gaps <= native.through_blocks(cost))
     request_us, kib_us, _ = cost

@@ -16,7 +16,6 @@ from kvstore_service.daemon.disk.cost import Microseconds, read_us
 RUNS_MIN = 8  # of a segment, in the mean
 GAIN_MIN = 0.02  # of the disk's time
 _HALVES = np.array([0x5555555555555555, 0xAAAAAAAAAAAAAAAA], np.uint64)
-_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 Samples = NDArray[np.uint64]
 Orders = NDArray[np.uint16]
@@ -53,7 +52,7 @@ def learn(samples: Samples, record_bytes: int, cost: Microseconds) -> LearntOrde
             stays += _cost_us(judges, per_block, cost)
             moves += _cost_us(judges[order_of(words & _HALVES[half])], per_block, cost)
         if moves < stays:
-            orders[segment] = order_of(words & _ALL)
+            orders[segment] = order_of(words)
         before += stays
         after += min(moves, stays)
     wanted = int(np.bitwise_count(segments).sum())

@@ -46,12 +46,12 @@ class Dram:
                 self._quotas[tenant] = limit_bytes
 
     def uses(self) -> dict[str, DramUse]:
-        """Of every tenant that holds frames or is bounded."""
+        """Of every tenant that holds frames, has moved anything, or is bounded."""
         frame_bytes = self._plane.stats()["frame_bytes"]
         held = {tenant_of(uid): frames * frame_bytes for uid, frames in self._plane.owners().items()}
         moved = {tenant_of(uid): bytes_ for uid, bytes_ in self._plane.moved().items()}
         with self._lock:
             return {
                 tenant: DramUse(self._quotas.get(tenant, 0), held.get(tenant, 0), moved.get(tenant, 0))
-                for tenant in sorted({*held, *self._quotas})
+                for tenant in sorted({*held, *moved, *self._quotas})
             }

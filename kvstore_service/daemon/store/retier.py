@@ -9,11 +9,11 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
-from logging import ERROR, INFO
+from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from kvstore_service.daemon.disk.cost import OFF
 from kvstore_service.daemon.disk.files import remove_file, sync_directory
 from kvstore_service.daemon.disk.learnt_order import GAIN_MIN, RUNS_MIN, LearntOrder
 from kvstore_service.daemon.disk.rows import SidecarRow
-from kvstore_service.daemon.logs import event
+from kvstore_service.daemon.logs import Sparse, event
 from kvstore_service.daemon.store.state import State, log
 from kvstore_service.shared import index_file
 from kvstore_service.shared.index_file import IndexFormatError
@@ -75,6 +75,7 @@ class Retier:
         self._ending = threading.Event()
         self._free_s = time.monotonic()
         self._looked_s: dict[bytes, float] = {}  # at packs, by build
+        self._failures = Sparse(log)
         self._busy = threading.Lock()  # a pack of the chore's own is under way
         self.under_way = UnderWay()
 
@@ -84,9 +85,10 @@ class Retier:
 
     def retier(self, row: PackRow, dry_run: bool = False) -> Retiered:
         """Rewrites the pack, or says why not."""
-        if self._ending.is_set():
+        try:
+            return self._thread.submit(self._retier, row, dry_run).result()
+        except (RuntimeError, CancelledError):  # no more work is taken, or what waited is given up
             return Retiered(row, error=_ended())
-        return self._thread.submit(self._retier, row, dry_run).result()
 
     def chore(self) -> None:
         """Where the daemon does it by itself: begins with the next pack that it has not looked at lately."""
@@ -121,6 +123,8 @@ class Retier:
                     self._rewrite(row, handle, learnt)
                     done = replace(done, bytes=row.file_bytes)
         except StoreError as error:
+            if error.code != "FAILED_PRECONDITION" and not self._ending.is_set():
+                self._failures.event(error.code, WARNING, "pack not rewritten", error=str(error))
             return replace(done, error=error)
         except Exception as error:  # of which nobody else hears where the daemon does it by itself
             what = f"{type(error).__name__}: {error}"
@@ -252,19 +256,21 @@ class Retier:
         return self._state.plane.stats()["extent_misses"]
 
     def _reordered(self, old: SidecarRow, new: PackRow, learnt: LearntOrder) -> SidecarRow | None:
-        """An index of the former build for the new one, its file durable. None: it is none, or is damaged; whoever
-        wants it makes it anew."""
+        """An index of the former build for the new one, its file durable; labels as they are. None: it is neither, or
+        is damaged; whoever wants it makes it anew."""
         try:
-            parameters, data = index_file.load(sidecars.content_of(self._state.catalog, old))
+            content = sidecars.content_of(self._state.catalog, old)
+            parameters, data = index_file.load(content)
         except IndexFormatError:
             return None
         except StoreError as error:
             if error.code != "DATA_LOSS":
                 raise
             return None
-        if data.shape[:3] != learnt.orders.shape:
-            return None
-        content = index_file.save(parameters, index_file.reordered(data, learnt.orders))
+        if index_file.is_by_record(content):
+            if data.shape[:3] != learnt.orders.shape:
+                return None
+            content = index_file.save(parameters, index_file.reordered(data, learnt.orders))
         key = SidecarKey(new.ref.pack_id, new.ref.build, old.key.kind, old.key.parameters)
         return sidecars.write_file(self._state.catalog, key, content)
 

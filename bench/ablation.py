@@ -197,7 +197,7 @@ def _wanted(accesses: NDArray[np.void], frames: int) -> tuple[int, int]:
     """Blocks that tickets wanted, and of them those in extents that the best static placement has not in DRAM."""
     trace = Trace("", accesses[accesses["bulk"] == 0], 0)
     blocks = np.bitwise_count(trace.accesses["wanted"])
-    return int(blocks.sum()), int(blocks[~best_static(trace.keys, frames)].sum())
+    return int(blocks.sum()), int(blocks[~best_static(trace.keys, frames, blocks)].sum())
 
 
 # --- traces ---
@@ -229,7 +229,7 @@ class _Random:
         self.record_bytes = RecordFormat(heads, dim, "bfloat16").record_bytes
 
     def half(self, number: int) -> Counter[str]:
-        with contextlib.closing(self._document.decoder("qsac")) as decoder:
+        with contextlib.closing(self._document.decoder("qsac", warm_steps=0)) as decoder:
             decoder.fresh = self._fresh
             with counted(self.daemon, decoder.engine, self._steps) as taken:
                 decoder.run(self._steps)
@@ -241,7 +241,7 @@ def _random(fresh: float, settings: Settings, step: Step, directory: Path) -> It
     checkpoint = random_checkpoint(directory / "model", settings.shape, SEED)
     with Document(
         checkpoint, directory, settings.tokens, daemon_options=step.options, dram_share=settings.dram,
-        budget=settings.budget, layer0="offloaded", **step.settings,
+        read=False, budget=settings.budget, layer0="offloaded", **step.settings,
     ) as document:  # fmt: skip
         yield _Random(document, fresh, settings.decoded // 2)
 

@@ -63,10 +63,12 @@ class Document:
         daemon_options: Sequence[str] = (),
         alike: bool = False,
         dram_share: float = 1.0,
+        read: bool = True,
         **settings: Any,
     ) -> None:
         """alike: as `inject_packs` says. dram_share: of the bfloat16 KV that DRAM holds, where it does not hold all.
-        settings: of all workers."""
+        read: all of it once, before anything is decoded, so that DRAM has what it has room for. settings: of all
+        workers."""
         self.drawn = None if isinstance(checkpoint, Path) else checkpoint
         self.checkpoint = checkpoint if isinstance(checkpoint, Path) else checkpoint.directory
         self.tokens = tokens
@@ -77,6 +79,7 @@ class Document:
         self._daemon_options = daemon_options
         self._alike = alike
         self._dram_share = dram_share
+        self._read = read
         self._settings = {
             "context": tokens + SPARE_TOKENS, "compute": "bfloat16", "wait_ms": WAIT_MS, "stale": "fail", **settings
         }  # fmt: skip
@@ -156,7 +159,8 @@ class Document:
     def _store(self, engine: Engine) -> None:
         if not self._stored:
             inject_packs(engine, self._ids[: self.tokens], SEED, alike=self._alike)
-            read_all(engine, self._ids)
+            if self._read:
+                read_all(engine, self._ids)
             self._stored = True
 
     def random_ids(self, count: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +43,10 @@ def next_uses(keys: Keys) -> NDArray[np.int64]:
     return after
 
 
-def best_static(keys: Keys, frames: int) -> Hits:
-    """The extents that are wanted most often lie in DRAM from the start, and stay."""
-    extents, where, counts = np.unique(keys, return_inverse=True, return_counts=True)
+def best_static(keys: Keys, frames: int, weights: NDArray[np.integer[Any]] | None = None) -> Hits:
+    """The extents that are wanted most often, or whose accesses weigh most, lie in DRAM from the start, and stay."""
+    extents, where = np.unique(keys, return_inverse=True)
+    counts = np.bincount(where, weights)
     kept = np.zeros(len(extents), bool)
     kept[np.argsort(counts)[::-1][:frames]] = True
     chosen: Hits = kept[where]

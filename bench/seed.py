@@ -3,8 +3,8 @@
 The shipped model is given its own documentation and a question; then it answers, in a fresh daemon each time.
 `read_bytes.IMPORTANCE`: what the daemon read from the disk until the first steps were over, warm-up and bind included;
 `hit_share.IMPORTANCE`, of the extents that were wanted until then; `first_step_ms.IMPORTANCE`;
-`seeded_bytes.IMPORTANCE`: what the daemon kept as it was written. The rival, in the same run, is `hint`: what stands
-first in segments is read back.
+`seeded_bytes.IMPORTANCE`: what the daemon kept as it was written. The rival, in the same run, is `none`: DRAM begins
+empty. With `hint` what stands first in segments is read back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from decode_worker.importance import IMPORTANCES
 from kvstore_service.client import AdminClient
 from kvstore_service.client.private import PrivateDaemon
 
-RIVAL = "hint"
+RIVAL = "none"
 UNITS = {"read_bytes": "B", "seeded_bytes": "B", "hit_share": "of wanted extents", "first_step_ms": "ms"}
 
 

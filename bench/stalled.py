@@ -22,23 +22,19 @@ def replay_with_stalled_kept(trace: Trace, policy: str, frames: int, profiled: i
     waited = replay(policy, frames, keys)[:profiled] == 0
     runs = np.unique(np.stack([tickets(trace)[:profiled][waited], segment[:profiled][waited]]), axis=1)
     stalled, stalls = np.unique(runs[1], return_counts=True)
-    room = int(SHARE * frames)
-    kept, left = np.zeros(len(keys), bool), frames
-    for worst in stalled[np.argsort(-stalls, kind="stable")]:
-        its = segment == worst
-        extents = len(np.unique(keys[its]))
-        if extents <= room:
-            room, left = room - extents, left - extents
-            kept |= its
+    of_each = trace.extents // len(np.unique(segment))
+    count = min(int(SHARE * frames) // of_each, len(stalled))
+    kept = np.isin(segment, stalled[np.argsort(-stalls, kind="stable")][:count])
     hits = np.ones(len(keys), bool)
-    hits[~kept] = replay(policy, left, keys[~kept])
+    hits[~kept] = replay(policy, frames - count * of_each, keys[~kept])
     return hits
 
 
 def waiting_tickets(trace: Trace, hits: Hits, first: int) -> float:
-    """Part of the tickets from access `first` on that something was missing for."""
+    """Part of the decode steps' tickets from access `first` on that something was missing for."""
+    decoding = trace.accesses["bulk"][first:] == 0
     ticket = tickets(trace)[first:]
-    return len(np.unique(ticket[~hits[first:]])) / len(np.unique(ticket))
+    return len(np.unique(ticket[decoding & ~hits[first:]])) / len(np.unique(ticket[decoding]))
 
 
 def segments(trace: Trace) -> NDArray[np.int64]:
@@ -47,6 +43,8 @@ def segments(trace: Trace) -> NDArray[np.int64]:
 
 
 def tickets(trace: Trace) -> NDArray[np.int64]:
-    """Of each access: a number that changes where the next one is of another layer or session."""
-    session = trace.accesses[["worker", "slot", "slot_epoch", "layer"]]
-    return np.concatenate([[0], np.cumsum(session[1:] != session[:-1])])
+    """Of each access: a number of its ticket, of which `run` has the sequence."""
+    accesses = trace.accesses
+    names = ("worker", "slot", "slot_epoch", "layer", "bulk")
+    columns = np.stack([*(accesses[name].astype(np.int64) for name in names), accesses["run"].astype(np.int64) >> 16])
+    return np.unique(columns, axis=1, return_inverse=True)[1].ravel()

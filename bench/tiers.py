@@ -9,7 +9,8 @@ Traces, each of a daemon that had everything in DRAM:
 Each is replayed at DRAM tiers of parts of the document's extents. `hit_ratio.POLICY.TRACE.PART` stands beside the best
 static placement of that trace, which knows it beforehand and never misses what it holds; `hit_vs_best_static` and
 `hit_vs_belady` are the means of these ratios over the parts. The first quarter of each trace only warms the tier. An
-access is an extent that a ticket wanted, whatever it wanted of it; byte for byte nothing is said.
+access is an extent that a ticket wanted, whatever it wanted of it; byte for byte nothing is said. What binding a
+session reads passes through the tier and is not counted: `restored` is its part of the accesses.
 
 `hit_ratio.stalled` and `waiting_tickets` are of the default policy when half of the tier is for whole segments that
 stall most (bench/stalled.py), beside the default policy alone.
@@ -86,14 +87,20 @@ def measure(settings: Settings, names: Sequence[str], keep: Path | None = None) 
 def compare(trace: Trace, parts: Sequence[float]) -> list[Figure]:
     """Every policy of the daemon on one trace."""
     keys, first = trace.keys, int(len(trace.accesses) * WARM)
+    decoding = trace.accesses["bulk"] == 0
+    counted = decoding & (np.arange(len(keys)) >= first)
     deciders: dict[str, Callable[[int, Keys], Hits]] = {name: partial(replay, name) for name in TIER_POLICIES}
     sizes = {f"{part:g}": max(1, int(trace.extents * part / 100)) for part in parts}
     bounds = {
-        "best static": {part: best_static(keys[first:], frames).mean() for part, frames in sizes.items()},
-        "belady": {part: belady(keys, frames)[first:].mean() for part, frames in sizes.items()},
+        "best static": {part: best_static(keys[counted], frames).mean() for part, frames in sizes.items()},
+        "belady": {
+            part: belady(keys[decoding], frames)[np.count_nonzero(decoding[:first]) :].mean()
+            for part, frames in sizes.items()
+        },
     }
     figures = [
         Figure(f"accesses.{trace.name}", len(keys), f"of {len(np.unique(keys))} of {trace.extents} extents"),
+        Figure(f"restored.{trace.name}", float(1 - decoding.mean()), "of the accesses"),
         *(
             Figure(f"hit_ratio.{bound.replace(' ', '_')}.{trace.name}.{part}", float(ratio), "of the accesses")
             for bound, ratios in bounds.items()
@@ -101,7 +108,7 @@ def compare(trace: Trace, parts: Sequence[float]) -> list[Figure]:
         ),
     ]
     for name, decide in deciders.items():
-        found = {part: float(decide(frames, keys)[first:].mean()) for part, frames in sizes.items()}
+        found = {part: float(decide(frames, keys)[counted].mean()) for part, frames in sizes.items()}
         for part, ratio in found.items():
             static = float(bounds["best static"][part])
             label = f"hit_ratio.{name}.{trace.name}.{part}"
@@ -109,15 +116,15 @@ def compare(trace: Trace, parts: Sequence[float]) -> list[Figure]:
         for bound, ratios in bounds.items():
             mean = statistics.mean(found[part] / float(ratios[part]) for part in found)
             figures.append(Figure(f"hit_vs_{bound.replace(' ', '_')}.{name}.{trace.name}", mean, f"of {bound}'s hits"))
-    return figures + list(_stalled(trace, sizes, first))
+    return figures + list(_stalled(trace, sizes, first, counted))
 
 
-def _stalled(trace: Trace, sizes: Mapping[str, int], first: int) -> Iterator[Figure]:
+def _stalled(trace: Trace, sizes: Mapping[str, int], first: int, counted: Hits) -> Iterator[Figure]:
     default = TIER_POLICIES[0]
     for part, frames in sizes.items():
         alone = replay(default, frames, trace.keys).astype(bool)
         kept = replay_with_stalled_kept(trace, default, frames, first)
-        theirs, ours = float(alone[first:].mean()), float(kept[first:].mean())
+        theirs, ours = float(alone[counted].mean()), float(kept[counted].mean())
         yield Figure(f"hit_ratio.stalled.{trace.name}.{part}", ours, "of the accesses", default, theirs, ours / theirs)
         theirs, ours = waiting_tickets(trace, alone, first), waiting_tickets(trace, kept, first)
         label = f"waiting_tickets.{trace.name}.{part}"

@@ -370,7 +370,10 @@ def test_looks_are_bounded_when_everything_was_just_used(policy: str) -> None:
         native.admit(frame, frame, 7)
         native.use([frame])
     asked: set[int] = set()
-    assert native.victim(looks=16) in range(frames)
+    if policy == "lfu":  # which takes the least of eight in any case
+        assert native.victim(looks=16) in range(16)
+    else:
+        assert native.victim(looks=16) == 15, "the last one that it passed over"
     for _ in range(3):
         victim = native.victim()
         assert victim is not None

@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.document import counters
 from bench.neighbour import DAEMON_OPTIONS, LANES, Neighbour
 from kvstore_service.client import PackImportance
 from tests.isolation.conftest import HOT
 from tests.support.daemon_process import Daemon
+from tests.support.life import until
 
-HINTS, PER_CALL = 1200, 100
+HINTS, PER_CALL = 5000, 100  # 4,096 can wait
 
 
 @pytest.fixture
@@ -27,4 +29,5 @@ def test_more_hints_than_can_wait_are_accepted(daemon: Daemon, victim: Neighbour
     for _ in range(HINTS // PER_CALL):
         victim.client.hint_importance(victim.session, [hint] * PER_CALL)
     daemon.set_faults(stopped=False)
+    until(lambda: counters(daemon)["hints_dropped"] > 0, "hints that were dropped")
     victim.fetch(victim.gather([5]))

@@ -7,7 +7,7 @@ from kvstore_service._native import DISK_COST, through_blocks
 from kvstore_service.daemon.disk.cost import OFF
 from kvstore_service.daemon.disk.learnt_order import GAIN_MIN, learn, order_of
 
-EVEN, ODD = 0x5555555555555555, 0xAAAAAAAAAAAAAAAA
+EARLIER, LATER = 0x00000000FFFFFFFF, 0xFFFFFFFF00000000
 
 
 def reference_us(words: list[int], per_block: int, cost: tuple[float, float, float]) -> float:
@@ -42,7 +42,7 @@ def test_the_expected_times_are_those_of_a_plain_count(rng, record_bytes, cost):
     before = after = 0.0
     for words in samples.reshape(-1, 256):
         stays = moves = 0.0
-        for mine, others in ((EVEN, ODD), (ODD, EVEN)):
+        for mine, others in ((EARLIER, LATER), (LATER, EARLIER)):
             order = order_of(words & np.uint64(mine))
             judges = (words & np.uint64(others)).tolist()
             stays += reference_us(judges, per_block, cost)
@@ -78,6 +78,16 @@ def test_a_segment_that_nothing_is_known_of_stays_as_it_is():
 def test_chance_is_not_worth_a_rewrite(rng):
     """Runs that have nothing in common: what one half teaches does not help with the other."""
     assert learn(samples_of(rng, 2, 2, 1024, 0.0), 512, DISK_COST).gain < GAIN_MIN
+
+
+def test_what_only_one_session_wants_again_and_again_is_not_worth_a_rewrite(rng):
+    samples = np.zeros((1, 2, 1024), np.uint64)
+    for segment in np.ndindex(1, 2):
+        for session in range(4):
+            favourites = rng.permutation(1024)[:100]
+            for run in range(16 * session, 16 * session + 16):
+                samples[segment][rng.permutation(favourites)[:90]] |= np.uint64(1) << np.uint64(run)
+    assert learn(samples, 512, DISK_COST).gain < GAIN_MIN
 
 
 def test_a_disk_whose_requests_cost_nothing_gains_nothing(rng):

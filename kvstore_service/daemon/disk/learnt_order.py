@@ -15,7 +15,6 @@ from kvstore_service.daemon.disk.cost import Microseconds, read_us
 
 RUNS_MIN = 8  # of a segment, in the mean
 GAIN_MIN = 0.02  # of the disk's time
-_HALVES = np.array([0x5555555555555555, 0xAAAAAAAAAAAAAAAA], np.uint64)
 
 Samples = NDArray[np.uint64]
 Orders = NDArray[np.uint16]
@@ -47,10 +46,10 @@ def learn(samples: Samples, record_bytes: int, cost: Microseconds) -> LearntOrde
     before = after = 0.0
     for segment, words in enumerate(segments):
         stays = moves = 0.0
-        for half in range(2):
-            judges = words & _HALVES[1 - half]
+        halves = _halves(words)
+        for learns, judges in (halves, halves[::-1]):
             stays += _cost_us(judges, per_block, cost)
-            moves += _cost_us(judges[order_of(words & _HALVES[half])], per_block, cost)
+            moves += _cost_us(judges[order_of(learns)], per_block, cost)
         if moves < stays:
             orders[segment] = order_of(words)
         before += stays
@@ -59,6 +58,15 @@ def learn(samples: Samples, record_bytes: int, cost: Microseconds) -> LearntOrde
     runs = float(np.bitwise_count(np.bitwise_or.reduce(segments, axis=1)).mean())
     scale = 1000 / wanted if wanted else 0.0
     return LearntOrder(orders.reshape(shape), runs, before * scale, after * scale)
+
+
+def _halves(words: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Of the runs that were seen the earlier half and the later one: those of one session are much alike, and must not
+    judge what they have taught."""
+    seen = int(np.bitwise_or.reduce(words))
+    runs = [run for run in range(64) if seen >> run & 1]
+    earlier = np.uint64(sum(1 << run for run in runs[: len(runs) // 2]))
+    return words & earlier, words & ~earlier
 
 
 def order_of(words: NDArray[np.uint64]) -> NDArray[np.uint16]:

@@ -24,7 +24,7 @@ class RunSamples {
   ~RunSamples() { held_.fetch_sub(words_.bytes(), std::memory_order_relaxed); }
 
   // A run, or a portion of one, wants these records of a segment; the pack's first one is `first`. Portions of a run
-  // have one number, another one than the segment's run before. Those with another run's between them count as two runs.
+  // have one number, another one than the segment's run before; with another run's between them they count as two runs.
   void note(uint32_t segment, uint32_t number, uint32_t first, std::span<const Pair> pairs);
   // u64[segments, tokens]: a bit for each run.
   void copy(std::span<uint64_t> to) const;

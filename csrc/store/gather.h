@@ -17,8 +17,8 @@ inline void prefetch_record(const uint8_t* record, uint32_t bytes) {
 inline constexpr uint32_t kAskedBytes = 8 << 10;
 
 // Copies `count` records of `bytes` bytes (a multiple of 64) from from[i] to base + to[i], places of one window lane.
-// Each is asked for kAskedBytes before it is copied; the first ones are the caller's to ask for. past_caches: with stores
-// that bypass the caches, for more than a cache holds; they need a fence.
+// Each is asked for kAskedBytes before it is copied; the first ones are the caller's to ask for. past_caches: with
+// stores that bypass the caches, for more than a cache holds; they need a fence.
 void copy_records(const uint8_t* const* from, uint8_t* base, const uint64_t* to, size_t count, uint32_t bytes,
                   bool past_caches);
 

@@ -219,7 +219,8 @@ class Decoder:
         self._due = 0.0  # of a random token
         self.attach()
         self.device_bytes = self._sessions[0].geometry.device_bytes
-        self.run(self.warm_steps)
+        if self.warm_steps:
+            self.run(self.warm_steps)
 
     def attach(self) -> None:
         """New sessions in the place of those before: their next step is a first one."""

@@ -7,7 +7,7 @@ One document is stored in daemons whose DRAM has 100, 50, 25 and 12.5 % of its K
               limit / the step's, where the limit is the longer of the step with all in DRAM and of the bytes that were
               moved at the rate at which fio reads 64 KiB at random from the same packs
     first     `first_step_ratio.PERCENT`: the first step of a session that attaches to the stored packs / the median of
-              the steps behind it
+              the steps behind it; `.labels`: where those of the session before are kept
     checksum  `checksum_share.decode.PERCENT` and `.cold.PERCENT`: what one thread takes for the checksums of the bytes
               that were read, as a part of a step and of reading the whole document, most of it from the disk
 
@@ -146,23 +146,28 @@ def _steps(settings: Settings, samples: Samples, at: str, missing: str | None) -
 
 
 def first(settings: Settings, documents: Documents, directory: Path) -> list[Figure]:
-    ratios: dict[float, list[float]] = {percent: [] for percent in documents if percent in (ALL, PART)}
-    times: dict[float, list[float]] = {percent: [] for percent in ratios}
-    decoders = {percent: documents[percent].decoder("qsac", HITS["hit75"]) for percent in ratios}
+    decoders = {
+        f"{_name(percent)}{suffix}": documents[percent].decoder("qsac", HITS["hit75"], labels=labels)
+        for percent in documents
+        if percent in (ALL, PART)
+        for suffix, labels in (("", "off"), (".labels", "kept"))
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in decoders}
+    times: dict[str, list[float]] = {name: [] for name in decoders}
     for _ in range(settings.repeats):
-        for percent, decoder in decoders.items():
+        for name, decoder in decoders.items():
             decoder.attach()
             its_first, *later = (decoder.run(1)["step"] for _ in range(1 + settings.later_steps))
-            times[percent].append(its_first)
-            ratios[percent].append(its_first / statistics.median(later))
+            times[name].append(its_first)
+            ratios[name].append(its_first / statistics.median(later))
     for decoder in decoders.values():
         decoder.close()
     return [
         figure
-        for percent, of in ratios.items()
+        for name, of in ratios.items()
         for figure in (
-            Figure.of_runs(f"first_step_ms.{_name(percent)}", times[percent], "ms"),
-            Figure.of_runs(f"first_step_ratio.{_name(percent)}", of, "x a later step"),
+            Figure.of_runs(f"first_step_ms.{name}", times[name], "ms"),
+            Figure.of_runs(f"first_step_ratio.{name}", of, "x a later step"),
         )
     ]
 

@@ -100,8 +100,8 @@ def demo(
     every: int = 1,
     learn: bool = False,
 ) -> Trace:
-    """The shipped model answers questions on its own documentation, each in a fresh session, as `headgate demo`; every
-    XX options: further ones of the daemon. learn: the others are answered before, and the packs
+    """The shipped model answers questions on its own documentation, each in a fresh session, as `headgate demo`; one in
+    `every` is traced. options: further ones of the daemon. learn: the others are answered before, and the packs
     rewritten in the order that is learnt from them; RuntimeError if none is."""
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(PrivateDaemon(directory / "demo", DEMO_DRAM, options=options))

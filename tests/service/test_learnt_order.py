@@ -81,8 +81,8 @@ def test_chance_is_not_worth_a_rewrite(rng):
 
 
 def test_what_only_one_session_wants_again_and_again_is_not_worth_a_rewrite(rng):
-    samples = np.zeros((1, 2, 1024), np.uint64)
-    for segment in np.ndindex(1, 2):
+    samples = np.zeros((2, 4, 1024), np.uint64)
+    for segment in np.ndindex(2, 4):
         for session in range(4):
             favourites = rng.permutation(1024)[:100]
             for run in range(16 * session, 16 * session + 16):

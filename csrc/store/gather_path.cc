@@ -25,6 +25,9 @@ constexpr uint64_t kPlanBytesMax = 8 << 20;  // all kept portions of this thread
 constexpr uint64_t kPortionBytesMax =
     kPortionExtents * sizeof(ExtentUse) + kPortionRecords * (sizeof(uint16_t) + sizeof(uint32_t));
 constexpr uint32_t kFramesWorthPlanning = 8;
+// What is being read makes room for nothing else, and DRAM holds the less of what comes back.
+constexpr uint32_t kTierPerPortion = 32;
+constexpr uint32_t kPortionsAtOnce = 2;  // as large as that, of an owner
 
 // A smaller run is still in a cache when attention reads it; stores through the caches are the faster ones anyway.
 constexpr uint64_t kCachedBytes = 16 << 20;
@@ -406,14 +409,16 @@ void GatherPath::drop(RunTask& t, std::unique_ptr<Portion>& portion) {
 }
 
 // How many frames the run may wait for; 0: not now. Its owner holds no more than is left free, and bulk half of that,
-// so that whoever comes next finds some, whatever thread its runs are on; one that holds nothing on this thread gets a
-// frame if there is any. An owner with a limit has a tier of that size. The same goes for planning memory.
+// so that whoever comes next finds some, whatever thread its runs are on, and no more than a small part of its tier;
+// one that holds nothing on this thread gets a frame if there is any. An owner with a limit has a tier of that size.
+// The same goes for planning memory.
 uint32_t GatherPath::cold_max(const RunTask& t) const {
   const Owner& owner = t.shard->turns->owner;
   uint32_t tier = std::min(frames_.tier(owner.frames), owner.frames.limit.load(std::memory_order_relaxed));
   uint32_t free = std::min(frames_.unpinned(owner.frames), owner.frames.pinnable());
-  uint32_t portion = std::min(kPortionExtents, std::max(1u, tier / 4));
-  uint32_t share = t.bulk() ? free / 2 : free;
+  uint32_t worth = std::max(1u, std::min(kFramesWorthPlanning, tier / 4));
+  uint32_t portion = std::clamp(tier / kTierPerPortion, worth, kPortionExtents);
+  uint32_t share = std::min(t.bulk() ? free / 2 : free, kPortionsAtOnce * portion);
   uint32_t left = share - std::min(share, owner.frames.held[t.bulk()].load(std::memory_order_relaxed));
   if (owner.portions[t.bulk()] == 0) return std::min({std::max(left, 1u), free, portion});
   uint64_t memory_left = kPlanBytesMax - std::min(kPlanBytesMax, plan_bytes_);

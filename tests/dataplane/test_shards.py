@@ -286,11 +286,10 @@ def test_a_thread_stuck_in_a_read_holds_up_no_other_ring(shim, directory):
     shimmed(shim, STUCK_THREAD, directory)
 
 
-@pytest.mark.parametrize(("op", "share"), [(OP_GATHER, 128), (OP_RANGE, 88)], ids=["decode", "bulk"])
-def test_rings_on_two_threads_hold_one_share_of_the_tier(directory, rng, op, share):
-    """Decode takes frames while fewer are held than are free, bulk while fewer than half of these, eight for each run;
-    where a thread has none it gets one."""
-    frames, tokens = 256, 16384
+@pytest.mark.parametrize("op", [OP_GATHER, OP_RANGE], ids=["decode", "bulk"])
+def test_rings_on_two_threads_hold_one_share_of_the_tier(directory, rng, op):
+    """Decode and bulk take a sixteenth of it each, in portions of half of that; where a thread has none it gets one."""
+    frames, share, tokens = 256, 16, 16384
     sizes = {"dram_bytes": frames << 14, "window_bytes": 16 << 20, "staging_bytes": 16 << 20}
     with FaultyRig(directory, copy_threads=2, **sizes) as rig:
         pack = rig.make_pack(rng, 1, 1, tokens=tokens)  # 512 frames

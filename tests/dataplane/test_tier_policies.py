@@ -107,6 +107,7 @@ class Lfu(Model):
         self.shared = shared
         self.uses = 0
         self.new: list[int] = []
+        self.stay_new = 0  # in parts of 64
 
     def round(self) -> int:
         return (self.uses + self.shared.admitted) // 64
@@ -196,15 +197,23 @@ class Lfu(Model):
             for looks in range(most):
                 if len(seen) >= count:
                     return looks
-                frame = queue.pop(0)
-                (queue if frame in pinned else self.frames).append(frame)
+                queue.append(frame := queue.pop(0))
                 seen.extend([frame] if frame not in pinned else [])
             return most
 
-        new -= sample(self.new, 2, min(8, new))
+        left = new - sample(self.new, 2 if new > self.stay_new // 64 else 1, min(8, new))
+        if seen:
+            self.stay_new = max(0, self.stay_new - 1)
+        elif self.stay_new < (new + held) // 2 * 64:
+            self.stay_new += 64
         sample(self.frames, 8, held)
-        sample(self.new, 8, min(8, new) if seen else new)
-        return min(seen, key=self.rank, default=None)
+        sample(self.new, 8, min(8, left) if seen else left)
+        victim = min(seen, key=self.rank, default=None)
+        for frame in seen:
+            if frame in self.new and frame != victim:
+                self.new.remove(frame)
+                self.frames.append(frame)
+        return victim
 
 
 def _faded(uses: int, rounds: int) -> int:

@@ -88,28 +88,34 @@ uint32_t Lfu::rank(uint32_t frame) {
 std::optional<uint32_t> Lfu::victim(Domain& domain, const Evictable& evictable, uint64_t looks) {
   Links& links = links_[domain.side];
   std::optional<uint32_t> least;
-  uint32_t lowest = 0, seen = 0;
+  uint32_t lowest = 0, seen = 0, fresh[kSample], fresh_seen = 0;
   uint64_t look = 0, left[] = {domain.lists[kHeld].size(), domain.lists[kNew].size()};
   auto sample = [&](uint32_t from, uint32_t count, uint64_t most) {
-    FrameList& list = domain.lists[from];
     for (; left[from] > 0 && most > 0 && seen < count; --left[from], --most) {
       if (++look > (least ? looks : kLooksMax)) return;
-      const uint32_t frame = list.turn(links);
+      const uint32_t frame = domain.lists[from].turn(links);
       if (!evictable(frame)) continue;
       ++seen;
-      if (from == kNew) {
-        list.remove(links, frame);
-        domain.lists[kHeld].push(links, frame);
-      }
+      if (from == kNew) fresh[fresh_seen++] = frame;
       if (const uint32_t its = rank(frame); !least || its < lowest) {
         least = frame;
         lowest = its;
       }
     }
   };
-  sample(kNew, kNewAtOnce, kSample);
+  sample(kNew, domain.lists[kNew].size() > domain.stay_new / kStay ? 2 : 1, kSample);
+  if (fresh_seen > 0) {
+    domain.stay_new -= domain.stay_new > 0;
+  } else if (domain.stay_new < domain.size() / 2 * kStay) {
+    domain.stay_new += kStay;
+  }
   sample(kHeld, kSample, UINT64_MAX);
   sample(kNew, kSample, least ? kSample : UINT64_MAX);
+  for (uint32_t i = 0; i < fresh_seen; ++i) {
+    if (fresh[i] == least) continue;
+    domain.lists[kNew].remove(links, fresh[i]);
+    domain.lists[kHeld].push(links, fresh[i]);
+  }
   return least;
 }
 

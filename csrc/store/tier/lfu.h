@@ -5,8 +5,12 @@
 
 namespace headgate {
 
-// The victim is the least used of a few frames: of two new ones, so that one stays only if it is used more often than
-// others that are held, and of those that come next.
+// The victim is the least used of a new frame and of the held ones that come next: a new one stays only if it is used
+// more often than one of those.
+//
+// What a run lacks comes together, and cannot go before the run has had it. So some frames stay new until more have
+// come: one more each time that no new one can go, and a held one has to, one less in so many victims. Of more than
+// these two are looked at, and the one that does not go is held.
 //
 // Counts fade by rounds, an owner's own: as many of its uses, and frames taken by anybody, as there are frames. So what
 // a neighbour uses fades nothing, and what it reads, at the cost of its share of the disk, no more than others' reads.
@@ -34,9 +38,7 @@ class Lfu final : public Queues {
  private:
   enum : uint32_t { kHeld, kNew };
   static constexpr uint32_t kSample = 8;
-  // More would let what a run has read together be compared with itself alone; one would leave a tier that has filled
-  // up with new frames as it is, first in, first out.
-  static constexpr uint32_t kNewAtOnce = 2;
+  static constexpr uint32_t kStay = 64;
   static constexpr uint16_t kUse = 64;
   // More would take longer to forget than it tells apart.
   static constexpr uint16_t kUsesMax = 16 * kUse;

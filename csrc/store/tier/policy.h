@@ -23,7 +23,9 @@ struct Domain {
 
   const Side side;
   FrameList lists[2];
-  // For the policy, of an owner's: its number among those that have taken a frame, from 1, and uses of its frames.
+  // For the policy: how many frames stay new, in parts of one; and of an owner's its number among those that have taken
+  // a frame, from 1, and uses of its frames.
+  uint32_t stay_new = 0;
   uint32_t number = 0;
   uint64_t uses = 0;
 };

@@ -1,4 +1,4 @@
-"""What no policy can know: where extents should have been, had the trace been known beforehand."""
+"""What bounds a policy: where extents should have been, had the trace been known beforehand, or all of its past."""
 
 from __future__ import annotations
 
@@ -51,3 +51,26 @@ def best_static(keys: Keys, frames: int, weights: NDArray[np.integer[Any]] | Non
     kept[np.argsort(counts)[::-1][:frames]] = True
     chosen: Hits = kept[where]
     return chosen
+
+
+def most_used_so_far(keys: Keys, frames: int) -> Hits:
+    """What counting can do that forgets nothing: another extent gets the place of the one that was wanted least as soon
+    as it was wanted more often. The places begin empty."""
+    wanted: dict[int, int] = {}
+    held: set[int] = set()
+    least: list[tuple[int, int]] = []  # (times wanted, key) of those held, some with what they were before
+    hits = np.zeros(len(keys), bool)
+    for i, key in enumerate(keys.tolist()):
+        wanted[key] = wanted.get(key, 0) + 1
+        hits[i] = key in held
+        if hits[i]:
+            continue
+        if len(held) == frames:
+            while least[0][0] != wanted[least[0][1]]:
+                heapq.heapreplace(least, (wanted[least[0][1]], least[0][1]))
+            if wanted[key] <= least[0][0]:
+                continue
+            held.remove(heapq.heappop(least)[1])
+        held.add(key)
+        heapq.heappush(least, (wanted[key], key))
+    return hits

@@ -43,6 +43,7 @@ class Case:
 
 CASES = (
     Case("ticket_hot", 0, SPIN_US, "shared-memory ping-pong", "spin"),
+    Case("ticket_hot_lines", 0, SPIN_US, "ping-pong with a ticket's lines", "lines"),
     Case("ticket_daemon_asleep", IDLE_S, SPIN_US, "futex wake of a sleeping peer", "wake"),
     Case("ticket_both_asleep", IDLE_S, 0, "futex round trip of two sleepers", "futex"),
 )

@@ -8,9 +8,10 @@ Traces, each of a daemon that had everything in DRAM:
 
 Each is replayed at DRAM tiers of parts of the document's extents. `hit_ratio.POLICY.TRACE.PART` stands beside the best
 static placement of that trace, which knows it beforehand and never misses what it holds; `hit_vs_best_static` and
-`hit_vs_belady` are the means of these ratios over the parts. The first quarter of each trace only warms the tier. An
-access is an extent that a ticket wanted, whatever it wanted of it; byte for byte nothing is said. What binding a
-session reads passes through the tier and is not counted: `restored` is its part of the accesses.
+`hit_vs_belady` are the means of these ratios over the parts. `most_used_so_far` is no policy of the daemon's: it holds
+what was used most since the start, whose counts no tier could keep. The first quarter of each trace only warms the
+tier. An access is an extent that a ticket wanted, whatever it wanted of it; byte for byte nothing is said. What
+binding a session reads passes through the tier and is not counted: `restored` is its part of the accesses.
 
 `hit_ratio.stalled` and `waiting_tickets` are of the default policy when half of the tier is for whole segments that
 stall most (bench/stalled.py), beside the default policy alone.
@@ -30,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.document import scratch
-from bench.placement import Hits, Keys, belady, best_static
+from bench.placement import Hits, Keys, belady, best_static, most_used_so_far
 from bench.stalled import replay_with_stalled_kept, waiting_tickets
 from bench.traces import Trace, demo, synthetic
 from decode_worker.figures import Figure, print_json, print_table
@@ -90,6 +91,7 @@ def compare(trace: Trace, parts: Sequence[float]) -> list[Figure]:
     decoding = trace.accesses["bulk"] == 0
     counted = decoding & (np.arange(len(keys)) >= first)
     deciders: dict[str, Callable[[int, Keys], Hits]] = {name: partial(replay, name) for name in TIER_POLICIES}
+    deciders["most_used_so_far"] = lambda frames, keys: most_used_so_far(keys, frames)
     sizes = {f"{part:g}": max(1, int(trace.extents * part / 100)) for part in parts}
     bounds = {
         "best static": {part: best_static(keys[counted], frames).mean() for part, frames in sizes.items()},

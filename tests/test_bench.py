@@ -118,7 +118,8 @@ def test_store(capsys: pytest.CaptureFixture[str]) -> None:
     ratio = {figure["name"]: figure["value"] for figure in shown if figure["rival"] is None}
     of_fio = {"nvme_4k_vs_fio", "nvme_64k_vs_fio", "ingest_vs_disk"}
     assert set(ratio) == of_fio | {
-        "nvme_vs_memmap_4k", "nvme_vs_memmap_64k", "gather_vs_bare.1", "gather_vs_bare.2", "ticket_hot_vs_pingpong",
+        "nvme_vs_memmap_4k", "nvme_vs_memmap_64k", "gather_vs_bare.1", "gather_vs_bare.2",
+        "ticket_hot_vs_pingpong", "ticket_hot_vs_lines",
     }  # fmt: skip
     assert {name for name, value in ratio.items() if value is None} == (set() if shutil.which("fio") else of_fio)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench import tiers
-from bench.placement import belady, best_static, next_uses
+from bench.placement import belady, best_static, most_used_so_far, next_uses
 from bench.stalled import replay_with_stalled_kept, segments, tickets, waiting_tickets
 from bench.traces import Trace
 from kvstore_service._native import TIER_POLICIES, replay
@@ -51,6 +51,21 @@ def test_the_best_static_placement_is_of_the_most_wanted(keys: np.ndarray) -> No
     assert after[:2].tolist() == [2, 3]
     assert after[3] == 4
     assert (after[[2, 4]] >= 5).all()
+
+
+def test_counting_everything_holds_what_was_wanted_most(keys: np.ndarray) -> None:
+    frames = 8
+    hits = most_used_so_far(keys, frames)
+    counts: dict[int, int] = {}
+    held: set[int] = set()
+    for key, hit in zip(keys.tolist(), hits, strict=True):
+        assert hit == (key in held)
+        counts[key] = counts.get(key, 0) + 1
+        if key not in held and (len(held) < frames or counts[key] > min(counts[k] for k in held)):
+            if len(held) == frames:
+                held.remove(min(held, key=lambda k: (counts[k], k)))
+            held.add(key)
+        assert sorted(counts[k] for k in held) == sorted(counts.values())[-len(held) :]
 
 
 def test_segments_that_stall_most_are_never_missed_and_the_others_share_the_rest() -> None:

@@ -12,7 +12,7 @@ demo: setup
 	@.venv/bin/headgate demo $(ARGS)
 
 test: setup check
-	@.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(ARGS)
+	@.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # One line per soak; each adds its counts to bench/results/reliability.json.
 soak: setup

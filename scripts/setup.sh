@@ -25,7 +25,8 @@ system_packages() {
   "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" </dev/null >/dev/null
 }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input -q "$@"; }
+# Modules are compiled when they are imported, most of them never.
+pip_install() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input -q install --no-compile "$@"; }
 
 has_driver() { [ -e /proc/driver/nvidia/version ]; }
 
@@ -40,11 +41,11 @@ install_torch() {
     2>/dev/null && return
   say "installing $torch"
   if has_driver; then
-    pip install -c <(constraints) torch
+    pip_install -c <(constraints) torch
   else
-    pip install --no-index --no-deps "$torch" 2>/dev/null ||
-      pip install --no-deps --timeout 15 --retries 1 --index-url https://download.pytorch.org/whl/cpu "$torch" 2>/dev/null ||
-      pip install -c constraints.txt torch
+    pip_install --no-index --no-deps "$torch" 2>/dev/null ||
+      pip_install --no-deps --timeout 15 --retries 1 --index-url https://download.pytorch.org/whl/cpu "$torch" 2>/dev/null ||
+      pip_install -c constraints.txt torch
   fi
 }
 
@@ -55,10 +56,10 @@ python_packages() {
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "Python 3.11 or newer is needed, found $(python3 -V)"
   [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
   say "installing Python packages"
-  pip install -c constraints.txt scikit-build-core nanobind grpcio-tools cmake ninja
+  pip_install -c constraints.txt scikit-build-core nanobind grpcio-tools cmake ninja
   install_torch
   # The requirements of all extras, without building the project itself.
-  pip install -c <(constraints) $("$venv/bin/python" scripts/requirements.py dev)
+  pip_install -c <(constraints) $("$venv/bin/python" scripts/requirements.py dev)
   echo "$want" > "$venv/.packages"
 }
 
@@ -69,7 +70,7 @@ native_build() {
     find decode_worker kvstore_service -name '*.py' ! -path '*/_proto/*' | sort; } | sha256sum)
   [ "$(cat "$venv/.native" 2>/dev/null)" = "$want" ] && return
   say "building the native core"
-  PATH="$PWD/$venv/bin:$PATH" pip install --no-build-isolation --no-deps -e .
+  PATH="$PWD/$venv/bin:$PATH" pip_install --no-build-isolation --no-deps -e .
   echo "$want" > "$venv/.native"
 }
 

@@ -20,14 +20,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 HERE = Path(__file__).parent
 # They leave something in /dev/shm meanwhile, or look for what is left.
 SHARED_MEMORY = ("input", "demo", "crash/test_crash.py", "e2e/test_ray.py")
+# They take minutes each: begun last, one of them would be waited for alone.
+LONGEST = ("hostile/test_sanitizers.py", "e2e/test_triton.py", "gpu_check/test_parts.py", "gpu/test_compiled.py")
+TOGETHER = "/dev/shm"
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist looks for groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several test processes one runs all tests of a file; and one all tests that share what a machine has once."""
-    for item in items:
+    """Of several test processes one runs all tests of a file; and one all tests that share what a machine has once.
+    Files are taken in this order: the longest, the others, what comes together, and benchmarks beside that."""
+
+    def group(item: pytest.Item) -> str:
         file = item.path.relative_to(HERE).as_posix()
-        item.add_marker(pytest.mark.xdist_group("/dev/shm" if file.startswith(SHARED_MEMORY) else file))
+        return TOGETHER if file.startswith(SHARED_MEMORY) else file
+
+    def turn(item: pytest.Item) -> int:
+        name = group(item)
+        if name in LONGEST:
+            return LONGEST.index(name) - len(LONGEST)
+        return 1 if name == TOGETHER else 2 * ("/" not in name)
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=turn)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

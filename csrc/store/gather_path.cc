@@ -388,7 +388,7 @@ void GatherPath::keep(RunTask& t, std::unique_ptr<Portion>& as) {
   Owner& owner = t.shard->turns->owner;
   owner.plan_bytes += bytes;
   ++owner.portions[t.bulk()];
-  owner.frames.held[t.bulk()].fetch_add(uint32_t(as->uses.size()), std::memory_order_relaxed);
+  owner.frames.in_portions[t.bulk()].fetch_add(uint32_t(as->uses.size()), std::memory_order_relaxed);
 }
 
 void GatherPath::release(RunTask& t) {
@@ -404,7 +404,7 @@ void GatherPath::drop(RunTask& t, std::unique_ptr<Portion>& portion) {
   Owner& owner = t.shard->turns->owner;
   owner.plan_bytes -= bytes;
   --owner.portions[t.bulk()];
-  owner.frames.held[t.bulk()].fetch_sub(uint32_t(portion->uses.size()), std::memory_order_relaxed);
+  owner.frames.in_portions[t.bulk()].fetch_sub(uint32_t(portion->uses.size()), std::memory_order_relaxed);
   portion.reset();
 }
 
@@ -419,7 +419,7 @@ uint32_t GatherPath::cold_max(const RunTask& t) const {
   uint32_t worth = std::max(1u, std::min(kFramesWorthPlanning, tier / 4));
   uint32_t portion = std::clamp(tier / kTierPerPortion, worth, kPortionExtents);
   uint32_t share = std::min(t.bulk() ? free / 2 : free, kPortionsAtOnce * portion);
-  uint32_t left = share - std::min(share, owner.frames.held[t.bulk()].load(std::memory_order_relaxed));
+  uint32_t left = share - std::min(share, owner.frames.in_portions[t.bulk()].load(std::memory_order_relaxed));
   if (owner.portions[t.bulk()] == 0) return std::min({std::max(left, 1u), free, portion});
   uint64_t memory_left = kPlanBytesMax - std::min(kPlanBytesMax, plan_bytes_);
   bool worth_planning = left >= std::min(kFramesWorthPlanning, portion);

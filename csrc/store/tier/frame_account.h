@@ -11,7 +11,8 @@ namespace headgate {
 
 struct FramePart;
 
-// Guarded by Frames. What is atomic is written under its mutex and may be read without; `held` is the copy threads'.
+// Guarded by Frames. What is atomic is written under its mutex and may be read without; `in_portions`
+// is the copy threads'.
 struct FrameAccount {
   static constexpr uint32_t kNoLimit = UINT32_MAX;
 
@@ -24,15 +25,15 @@ struct FrameAccount {
   }
 
   const uint32_t owner;
-  std::atomic<uint32_t> used{0};          // frames that hold an extent of its packs
-  Domain frames{Domain::kOwn};            // those
-  std::atomic<uint32_t> pinned{0};        // frames of those; held ones are not counted
-  std::atomic<uint32_t> limit{kNoLimit};  // frames
-  FramePart* part = nullptr;              // its arena: then its packs have frames there alone
-  std::atomic<uint32_t> arena{0};         // frames of that; 0: it has none
-  std::atomic<uint32_t> pulled{0};        // pins that wait for its workers to have read
-  std::atomic<uint64_t> moved_bytes{0};   // into its workers' windows, or that they were told to read
-  std::atomic<uint32_t> held[2] = {};     // by the owner's runs while they wait, of all threads; by decode, by bulk
+  std::atomic<uint32_t> used{0};              // frames that hold an extent of its packs
+  Domain frames{Domain::kOwn};                // those
+  std::atomic<uint32_t> pinned{0};            // frames of those; held ones are not counted
+  std::atomic<uint32_t> limit{kNoLimit};      // frames
+  FramePart* part = nullptr;                  // its arena: then its packs have frames there alone
+  std::atomic<uint32_t> arena{0};             // frames of that; 0: it has none
+  std::atomic<uint32_t> pulled{0};            // pins that wait for its workers to have read
+  std::atomic<uint64_t> moved_bytes{0};       // into its workers' windows, or that they were told to read
+  std::atomic<uint32_t> in_portions[2] = {};  // pinned for its runs, of all threads: decode's, bulk's
 };
 
 }  // namespace headgate

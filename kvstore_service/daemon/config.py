@@ -18,7 +18,7 @@ from kvstore_service.shared import settings
 from kvstore_service.shared.settings import ConfigError, Key
 from kvstore_service.shared.types import HASH_BLOCK_TOKENS, format_size
 
-UNIX_PATH_BYTES_MAX = 107
+GROUP_END = (1 << 32) - 1  # which stands for none
 DRAM_BYTES_MIN = 4 << 20
 PREFIX = "KVSTORE_"
 
@@ -86,13 +86,6 @@ def _data_dir() -> str:
     if os.getuid() == 0:
         return "/var/lib/headgate"
     return str(Path(os.environ.get("XDG_DATA_HOME", settings.home() / ".local/share")) / "headgate")
-
-
-def _socket_path(value: Any) -> Path:
-    path = settings.path(value)
-    if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
-        raise ValueError(f"a socket's path has at most {UNIX_PATH_BYTES_MAX} bytes; choose a shorter one")
-    return path
 
 
 def _dram_bytes(value: Any) -> int:
@@ -185,9 +178,12 @@ def _group(value: Any) -> int | None:
     if value is None or value == "none":
         return None
     try:
-        return int(value) if str(value).isdecimal() else grp.getgrnam(str(value)).gr_gid
+        group = int(value) if str(value).isdecimal() else grp.getgrnam(str(value)).gr_gid
     except KeyError:
         raise ValueError("no group has this name; write the name or the id of one, or none") from None
+    if group >= GROUP_END:
+        raise ValueError(f"write a group's id below {GROUP_END}")
+    return group
 
 
 def _show_group(group: int | None) -> str:
@@ -254,8 +250,8 @@ def _tls(value: Any) -> str:
 
 KEYS = (
     Key("data_dir", _data_dir, settings.path, "packs and catalogue; one daemon at a time"),
-    Key("socket", lambda: settings.runtime_dir() / "store.sock", _socket_path, "unix socket of gRPC"),
-    Key("broker", lambda: settings.runtime_dir() / "broker.sock", _socket_path, "unix socket of the fd broker"),
+    Key("socket", lambda: settings.runtime_dir() / "store.sock", settings.socket_path, "unix socket of gRPC"),
+    Key("broker", lambda: settings.runtime_dir() / "broker.sock", settings.socket_path, "unix socket of the fd broker"),
     Key("dram_bytes", lambda: "1GiB", _dram_bytes, "memory of the DRAM tier", format_size),
     Key(
         "arena_bytes",

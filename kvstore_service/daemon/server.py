@@ -47,6 +47,7 @@ from kvstore_service.shared.types import StoreError, printable
 
 ADMIN_SERVICE = "kvstore.v1.AdminService"
 GRACE_S = 1.0
+NOTIFY_S = 1.0
 SWITCH_S = 0.0005  # a call takes the interpreter several times; a page of a listing would keep each waiting for 5 ms
 END_S = 20.0  # after draining; whatever hangs then is left behind
 
@@ -262,11 +263,15 @@ def _claim(key: str, path: Path) -> SocketPath:
 
 
 def _notify(state: str) -> None:
-    """Tells systemd, if it started us (sd_notify)."""
+    """Tells systemd, if it started us (sd_notify). One that does not listen keeps nobody from serving or draining."""
     if address := os.environ.get("NOTIFY_SOCKET"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
-            to.connect("\0" + address[1:] if address[0] == "@" else address)
-            to.send(state.encode())
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
+                to.settimeout(NOTIFY_S)
+                to.connect("\0" + address[1:] if address[0] == "@" else address)
+                to.send(state.encode())
+        except OSError as error:
+            logs.event(log, logging.WARNING, "NOTIFY_SOCKET does not answer", at=address, state=state, error=error)
 
 
 def _ending() -> socket.socket:

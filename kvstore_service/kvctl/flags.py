@@ -9,10 +9,11 @@ import shtab
 from kvstore_service.kvctl import commands
 from kvstore_service.kvctl.heat import heat
 from kvstore_service.kvctl.top import top
-from kvstore_service.shared.settings import Parser, default_socket, path
+from kvstore_service.shared.settings import Parser, default_socket, socket_path
 from kvstore_service.shared.types import StoreError, parse_size, uid_of
 
 CALL_S = 10.0
+SECONDS_MAX = 86400.0  # the daemon takes deadlines of a day at most
 
 
 def _common(suppress: bool) -> Parser:
@@ -145,14 +146,14 @@ def _no_seconds_or_more(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: write seconds, 0 or more")
+    if not 0 <= value <= SECONDS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r}: write seconds, from 0 to {SECONDS_MAX:g}")
     return value
 
 
 def _socket(text: str) -> str:
     try:
-        return str(path(text))
+        return str(socket_path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
@@ -178,7 +179,7 @@ def _quota_size(text: str) -> int:
 
 
 def _age(text: str) -> float:
-    match = re.fullmatch(r"(\d+)([smhd])", text)
+    match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}: write an age such as 90s, 30m, 12h or 7d")
     return int(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]

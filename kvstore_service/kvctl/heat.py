@@ -55,7 +55,7 @@ def count_extents(trace: Path, misses: bool) -> NDArray[np.int64]:
         raise StoreError("NOT_FOUND", f"{trace}: {error.strerror or error}; name a file of kvctl trace") from None
     except (ValueError, EOFError, zipfile.BadZipFile):
         accesses = None
-    if not isinstance(accesses, np.ndarray) or accesses.ndim != 1 or not set(FIELDS) <= set(accesses.dtype.names or ()):
+    if not isinstance(accesses, np.ndarray) or accesses.ndim != 1 or not _is_of_traces(accesses.dtype):
         raise StoreError("INVALID_ARGUMENT", f"{trace} is no trace; kvctl trace writes one")
     if not len(accesses):
         raise StoreError("INVALID_ARGUMENT", f"{trace} holds no access: nothing ran while it was taken")
@@ -69,6 +69,10 @@ def count_extents(trace: Path, misses: bool) -> NDArray[np.int64]:
         cells = part["layer"].astype(np.int64) * lanes + part["lane"]
         counts += np.bincount(cells, minlength=len(counts))
     return counts.reshape(layers, lanes)
+
+
+def _is_of_traces(fields: np.dtype[np.void]) -> bool:
+    return set(FIELDS) <= set(fields.names or ()) and all(fields[name].kind == "u" for name in FIELDS)
 
 
 def cell_px(layers: int, heads: int) -> int:

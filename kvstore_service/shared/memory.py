@@ -88,6 +88,12 @@ def add_seals(fd: int, seals: int) -> None:
     fcntl.fcntl(fd, F_ADD_SEALS, seals)
 
 
+def is_constant(fd: int) -> bool:
+    """Whether it is memory that can be read and never changes."""
+    readable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+    return readable and seals_of(fd) & CONSTANT == CONSTANT
+
+
 def seals_of(fd: int) -> int:
     """0 for a descriptor that cannot be sealed, such as a plain file."""
     try:

@@ -14,6 +14,7 @@ import yaml
 
 from kvstore_service.shared.types import StoreError, format_size, parse_size
 
+UNIX_PATH_BYTES_MAX = 107
 MISSING = "the following arguments are required"  # argparse's words
 
 Resolved = dict[str, tuple[Any, str]]
@@ -142,6 +143,8 @@ def parsed(keys: Sequence[Key], raw: Resolved) -> dict[str, Any]:
 def read_file(file: Path, names: Sequence[str]) -> dict[str, Any]:
     try:
         document = yaml.safe_load(file.read_text())
+    except RecursionError:
+        raise ConfigError(f"--config {file}: nested too deeply; write lines of `key: value`") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         what = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else getattr(error, "strerror", None)
@@ -175,13 +178,20 @@ def path(value: Any) -> Path:
     text = str(value)
     try:
         text.encode()
-        if not text:
-            raise ValueError("write a path")
+        if not text or "\0" in text:
+            raise ValueError("write a path" if not text else "write a path without NUL")
         return Path(text).expanduser().absolute()
     except UnicodeEncodeError:
         raise ValueError("write a path in UTF-8") from None
     except RuntimeError:
         raise ValueError("write a path without ~: this user has no home directory") from None
+
+
+def socket_path(value: Any) -> Path:
+    socket = path(value)
+    if len(os.fsencode(socket)) > UNIX_PATH_BYTES_MAX:
+        raise ValueError(f"a socket's path has at most {UNIX_PATH_BYTES_MAX} bytes; choose a shorter one")
+    return socket
 
 
 def size(minimum: int) -> Callable[[Any], int]:

@@ -18,6 +18,7 @@ RECORD_ORDERS = ("unspecified", "token", "pack", "cluster", "chunk", "importance
 LEARNT = RECORD_ORDERS.index("learnt")  # the store's own, which no writer may name
 
 _UID_END = 1 << 32
+_SIZE_END = 1 << 63  # what files, SQLite and messages can count
 _UNITS = {
     "": 1,
     "B": 1,
@@ -202,13 +203,18 @@ class RingGeometry:
 
 def parse_size(text: str | int) -> int:
     """Bytes from `8GiB`, `512 MB` or a plain number. ValueError says what is accepted."""
+    size_bytes: float = 0
     if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
-        raise ValueError(f"{text!r} is no size; write a number with B, KiB, MiB, GiB, TiB, KB, MB, GB or TB")
-    return int(float(match[1]) * units[match[2].lower()])
+        size_bytes = text
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+        if match is None or match[2].lower() not in units:
+            raise ValueError(f"{text!r} is no size; write a number with B, KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+        size_bytes = float(match[1]) * units[match[2].lower()]
+    if size_bytes >= _SIZE_END:
+        raise ValueError(f"{text!r} is too large; write less than {format_size(_SIZE_END)}")
+    return int(size_bytes)
 
 
 def format_size(size_bytes: int) -> str:

@@ -200,6 +200,9 @@ def test_a_sidecars_descriptor_is_judged_before_it_is_read(daemon: Daemon, victi
         with memory.Owned(memory.create("writable", 4096)) as writable, (ROOT / "README.md").open() as plain:
             for fd in (writable.fd, plain.fileno(), peer.fileno()):
                 assert "sealed" in str(say(peer, {"verb": "offer"}, [fd])["error"])
+            with memory.Owned(os.open(f"/proc/self/fd/{writable.fd}", os.O_WRONLY)) as unreadable:
+                memory.add_seals(unreadable.fd, memory.CONSTANT)
+                assert "can be read" in str(say(peer, {"verb": "offer"}, [unreadable.fd])["error"])
         until(lambda: daemon.open_descriptors() <= open_before)  # the broker has them closed beside it
 
 

@@ -106,6 +106,9 @@ def test_a_data_directory_of_a_newer_version(home: Path) -> None:
         (b"- dram_bytes", ["not a mapping"]),
         (b"dram_bytes: [1, ", ["line 1"]),
         (b"\x80\x81", ["not text"]),
+        (b"nvme_bytes: 9223372036854775808", ["nvme_bytes", "less than 8388608TiB"]),
+        (b'data_dir: "a\\0b"', ["data_dir", "without NUL"]),
+        (b"data_dir: " + b"[" * 1200, ["nested too deeply", "key: value"]),
     ],
 )
 def test_a_bad_line_of_the_file(tmp_path: Path, content: bytes, words: list[str]) -> None:

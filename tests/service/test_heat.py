@@ -108,7 +108,11 @@ def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     np.save(tmp_path / "one.npy", np.zeros((), ACCESS))
     np.save(tmp_path / "square.npy", np.zeros((2, 2), ACCESS))
     (tmp_path / "empty").touch()
-    for name in ("other.npy", "several.npz", "text.npy", "cut.npy", "empty", "zip.npy", "one.npy", "square.npy"):
+    signed = np.dtype([(name, "i8") for name in ACCESS.names])
+    np.save(tmp_path / "signed.npy", np.full(3, -5, signed))
+    np.save(tmp_path / "texts.npy", np.zeros(3, [(name, "U4") for name in ACCESS.names]))
+    bad = ("other.npy", "several.npz", "text.npy", "cut.npy", "empty", "zip.npy", "one.npy", "square.npy")
+    for name in (*bad, "signed.npy", "texts.npy"):
         assert kvctl.main(["heat", str(tmp_path / name), str(tmp_path / "out.png")]) == 1
         assert capsys.readouterr().err == f"kvctl: {tmp_path / name} is no trace; kvctl trace writes one\n"
     wide = trace(tmp_path / "wide.npy", {(65535, 65535): (1, 0)})

@@ -1,5 +1,6 @@
 """Start, drain and end of the daemon's process; kvctl; no client ever hangs."""
 
+import contextlib
 import json
 import os
 import signal
@@ -54,6 +55,25 @@ def test_sigterm_waits_for_open_sessions_and_refuses_new_ones(daemon: Daemon) ->
         assert refused.retry_after_s
         client.close_session(session)
         assert process.wait(10) == 0
+
+
+def test_a_supervisor_that_does_not_listen_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor cuts the draining short."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as full:
+        full.bind(str(tmp_path / "notify"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            other.setblocking(False)
+            other.connect(str(tmp_path / "notify"))
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    other.send(b"x")
+        for address in (tmp_path / "notify", tmp_path / "none"):
+            monkeypatch.setenv("NOTIFY_SOCKET", str(address))
+            with Daemon(tmp_path / address.name[::-1]) as daemon:
+                assert daemon.stop() == 0
+                assert daemon.log_path.read_text().count("NOTIFY_SOCKET does not answer") == 2
 
 
 HANGING = """

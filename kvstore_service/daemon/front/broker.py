@@ -409,8 +409,10 @@ class Broker:
         return {"count": len(transfer.fds)}, transfer.fds
 
     def _offer(self, connection: _Connection, fds: list[int]) -> dict[str, object]:
-        if len(fds) != 1 or memory.seals_of(fds[0]) & memory.CONSTANT != memory.CONSTANT:
-            raise StoreError("INVALID_ARGUMENT", "offer one memfd, sealed against shrinking, growing and writing")
+        if len(fds) != 1 or not memory.is_constant(fds[0]):
+            raise StoreError(
+                "INVALID_ARGUMENT", "offer one memfd that can be read, sealed against shrinking, growing and writing"
+            )
         size_bytes = memory.held_bytes(fds[0])
         with self._lock:
             name = self._add_transfer(connection, _Transfer(fds[:1], True, time.monotonic() + TRANSFER_S, size_bytes))

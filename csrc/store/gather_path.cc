@@ -27,7 +27,7 @@ constexpr uint64_t kPortionBytesMax =
 constexpr uint32_t kFramesWorthPlanning = 8;
 // What is being read makes room for nothing else, and DRAM holds the less of what comes back.
 constexpr uint32_t kTierPerPortion = 32;
-constexpr uint32_t kPortionsAtOnce = 2;  // as large as that, of an owner
+constexpr uint32_t kTierPerOwner = 16;
 
 // A smaller run is still in a cache when attention reads it; stores through the caches are the faster ones anyway.
 constexpr uint64_t kCachedBytes = 16 << 20;
@@ -272,7 +272,8 @@ size_t GatherPath::pin(RunTask& t, uint32_t from, uint32_t room, uint64_t& cost)
   size_t pinned = frames_.acquire(plan_.uses, room);
   const auto hits = std::count_if(plan_.uses.begin(), plan_.uses.begin() + ptrdiff_t(pinned),
                                   [](const ExtentUse& use) { return use.ready; });
-  t.spent.hits += uint32_t(hits), t.spent.misses += uint32_t(pinned - size_t(hits));
+  plan_.lacked = uint32_t(pinned - size_t(hits));
+  t.spent.hits += uint32_t(hits), t.spent.misses += plan_.lacked;
   trace(t, {plan_.uses.data(), pinned});
   learn(t, {plan_.uses.data(), pinned});
   if (pinned < plan_.uses.size()) {
@@ -389,6 +390,7 @@ void GatherPath::keep(RunTask& t, std::unique_ptr<Portion>& as) {
   owner.plan_bytes += bytes;
   ++owner.portions[t.bulk()];
   owner.frames.in_portions[t.bulk()].fetch_add(uint32_t(as->uses.size()), std::memory_order_relaxed);
+  owner.frames.lacked[t.bulk()].fetch_add(as->lacked, std::memory_order_relaxed);
 }
 
 void GatherPath::release(RunTask& t) {
@@ -405,25 +407,28 @@ void GatherPath::drop(RunTask& t, std::unique_ptr<Portion>& portion) {
   owner.plan_bytes -= bytes;
   --owner.portions[t.bulk()];
   owner.frames.in_portions[t.bulk()].fetch_sub(uint32_t(portion->uses.size()), std::memory_order_relaxed);
+  owner.frames.lacked[t.bulk()].fetch_sub(portion->lacked, std::memory_order_relaxed);
   portion.reset();
 }
 
-// How many frames the run may wait for; 0: not now. Its owner holds no more than is left free, and bulk half of that,
-// so that whoever comes next finds some, whatever thread its runs are on, and no more than a small part of its tier;
-// one that holds nothing on this thread gets a frame if there is any. An owner with a limit has a tier of that size.
-// The same goes for planning memory.
+// How many frames the run may wait for; 0: not now. Its owner has no more pinned than is left free, and bulk half of
+// that, so that whoever comes next finds some, whatever thread its runs are on; and it waits for no more than a small
+// part of its tier. One that has nothing pinned on this thread gets a frame if there is any. An owner with a limit has
+// a tier of that size. The same goes for planning memory.
 uint32_t GatherPath::cold_max(const RunTask& t) const {
   const Owner& owner = t.shard->turns->owner;
+  auto rest = [&](uint32_t most, const std::atomic<uint32_t>(&taken)[2]) {
+    return most - std::min(most, taken[t.bulk()].load(std::memory_order_relaxed));
+  };
   uint32_t tier = std::min(frames_.tier(owner.frames), owner.frames.limit.load(std::memory_order_relaxed));
   uint32_t free = std::min(frames_.unpinned(owner.frames), owner.frames.pinnable());
   uint32_t worth = std::max(1u, std::min(kFramesWorthPlanning, tier / 4));
   uint32_t portion = std::clamp(tier / kTierPerPortion, worth, kPortionExtents);
-  uint32_t share = std::min(t.bulk() ? free / 2 : free, kPortionsAtOnce * portion);
-  uint32_t left = share - std::min(share, owner.frames.in_portions[t.bulk()].load(std::memory_order_relaxed));
+  uint32_t left = std::min(rest(t.bulk() ? free / 2 : free, owner.frames.in_portions),
+                           rest(std::max(tier / kTierPerOwner, 2 * worth), owner.frames.lacked));
   if (owner.portions[t.bulk()] == 0) return std::min({std::max(left, 1u), free, portion});
   uint64_t memory_left = kPlanBytesMax - std::min(kPlanBytesMax, plan_bytes_);
-  bool worth_planning = left >= std::min(kFramesWorthPlanning, portion);
-  if (!worth_planning || owner.plan_bytes + kPortionBytesMax > memory_left) return 0;
+  if (left < worth || owner.plan_bytes + kPortionBytesMax > memory_left) return 0;
   return std::min(left, portion);
 }
 

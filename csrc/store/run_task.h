@@ -24,6 +24,7 @@ struct Portion {
   size_t next_use = 0;            // uses before it have been copied
   uint32_t copied = 0;            // records of next_use
   uint32_t in_flight = 0;         // reads
+  uint32_t lacked = 0;            // uses that were not ready when they were pinned
   bool singly = false;            // a read of several blocks failed: each wanted one is read alone
 
   bool claimed() const { return next_read == uses.size(); }

@@ -306,6 +306,24 @@ def test_rings_on_two_threads_hold_one_share_of_the_tier(directory, rng, op):
             assert rig.plane.stats()["frames_pinned"] <= share + 1
 
 
+def test_extents_that_are_there_keep_no_other_run_from_reading(directory, rng):
+    """Every run lacks one extent of 32: all of them are read at once, though all that is pinned is more than that."""
+    lanes, tokens, in_extent = 8, 1024, 32
+    with FaultyRig(directory, dram_bytes=512 << 14, window_bytes=16 << 20) as rig:
+        pack = rig.make_pack(rng, 1, lanes, tokens=tokens)
+        epoch = rig.bind(0, [pack], tokens)
+        there = [run(0, epoch, lane=i, first_pair=in_extent, pair_count=tokens - in_extent) for i in range(lanes)]
+        assert (rig.ask(OP_RANGE, 0, np.concatenate(there))[:, 0] == OK).all()
+        rig.native.io_shim_set([("gather", "delay", 1, 1 << 40, 3_000_000)])
+        wanted = np.arange(0, tokens, in_extent)
+        pairs = np.stack([wanted, wanted], axis=1).astype(np.uint32)
+        runs = [run(0, epoch, lane=i, pair_count=wanted.size) for i in range(lanes)]
+        rig.post(OP_GATHER, 0, np.concatenate(runs), pairs)
+        until(lambda: rig.plane.stats()["frames_pinned"] > 0)
+        until(lambda: settled(lambda: rig.plane.stats()["frames_pinned"]))
+        assert rig.plane.stats()["frames_pinned"] == lanes * wanted.size
+
+
 def settled(value) -> bool:
     """Whether it stays the same for a while."""
     before = value()

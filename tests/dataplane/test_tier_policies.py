@@ -204,7 +204,7 @@ class Lfu(Model):
         left = new - sample(self.new, 2 if new > self.stay_new // 64 else 1, min(8, new))
         if seen:
             self.stay_new = max(0, self.stay_new - 1)
-        elif self.stay_new < (new + held) // 2 * 64:
+        elif self.stay_new < (new + held) // 4 * 64:
             self.stay_new += 64
         sample(self.frames, 8, held)
         sample(self.new, 8, min(8, left) if seen else left)

@@ -12,7 +12,7 @@ namespace headgate {
 struct FramePart;
 
 // Guarded by Frames. What is atomic is written under its mutex and may be read without; `in_portions`
-// is the copy threads'.
+// and `lacked` are the copy threads'.
 struct FrameAccount {
   static constexpr uint32_t kNoLimit = UINT32_MAX;
 
@@ -34,6 +34,7 @@ struct FrameAccount {
   std::atomic<uint32_t> pulled{0};            // pins that wait for its workers to have read
   std::atomic<uint64_t> moved_bytes{0};       // into its workers' windows, or that they were told to read
   std::atomic<uint32_t> in_portions[2] = {};  // pinned for its runs, of all threads: decode's, bulk's
+  std::atomic<uint32_t> lacked[2] = {};       // those of them that had to be read
 };
 
 }  // namespace headgate

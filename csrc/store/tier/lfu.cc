@@ -106,7 +106,7 @@ std::optional<uint32_t> Lfu::victim(Domain& domain, const Evictable& evictable, 
   sample(kNew, domain.lists[kNew].size() > domain.stay_new / kStay ? 2 : 1, kSample);
   if (fresh_seen > 0) {
     domain.stay_new -= domain.stay_new > 0;
-  } else if (domain.stay_new < domain.size() / 2 * kStay) {
+  } else if (domain.stay_new < domain.size() / 4 * kStay) {
     domain.stay_new += kStay;
   }
   sample(kHeld, kSample, UINT64_MAX);

@@ -19,6 +19,8 @@ MAGIC_WITHOUT_RECORDS = b"HDGARRAY"
 VERSION = 1
 _HEADER = struct.Struct("<8sI32s")
 _CRC = struct.Struct("<I")
+_ARRAY_HEADER_MAX = 1 << 17  # of NumPy's, whose length has 16 bits
+_PIECE_BYTES = 1 << 20  # of an array, that are moved while no other thread of Python runs
 
 
 class IndexFormatError(ValueError):
@@ -30,13 +32,16 @@ def save(parameters: bytes, data: NDArray[Any], by_record: bool = True) -> bytes
     body = io.BytesIO()
     body.write(_HEADER.pack(MAGIC if by_record else MAGIC_WITHOUT_RECORDS, VERSION, parameters))
     np.save(body, data, allow_pickle=False)
-    content = body.getvalue()
-    return content + _CRC.pack(zlib.crc32(content))
+    with body.getbuffer() as content:
+        end = _CRC.pack(zlib.crc32(content))
+    body.write(end)
+    return body.getvalue()
 
 
 def load(blob: bytes) -> tuple[bytes, NDArray[Any]]:
-    """(parameters, the array, which is read only). IndexFormatError if it is damaged or of another version."""
-    content, end = blob[: -_CRC.size], blob[-_CRC.size :]
+    """(parameters, the array, which is read only and lies in `blob`). IndexFormatError if it is damaged or of another
+    version."""
+    content, end = memoryview(blob)[: -_CRC.size], blob[-_CRC.size :]
     if len(blob) < _HEADER.size + _CRC.size or _CRC.unpack(end)[0] != zlib.crc32(content):
         raise IndexFormatError("the index sidecar is damaged: its checksum is wrong")
     magic, version, parameters = _HEADER.unpack_from(content)
@@ -50,9 +55,9 @@ def is_by_record(blob: bytes) -> bool:
     return blob.startswith(MAGIC)
 
 
-def _array(content: bytes) -> NDArray[Any]:
+def _array(content: memoryview) -> NDArray[Any]:
     """Nothing is allocated for what a header claims: whoever may write sidecars writes that."""
-    file = io.BytesIO(content)
+    file = io.BytesIO(content[:_ARRAY_HEADER_MAX])
     try:
         npy.read_magic(file)
         shape, fortran_order, dtype = npy.read_array_header_1_0(file)
@@ -66,6 +71,13 @@ def _array(content: bytes) -> NDArray[Any]:
 
 
 def reordered(data: NDArray[Any], records: NDArray[np.integer[Any]]) -> NDArray[Any]:
-    """`data`, [layers, heads, tokens, ...] by record, with record i taken from records[layer, head, i]."""
-    layers, heads = np.ogrid[: records.shape[0], : records.shape[1]]
-    return data[layers[..., None], heads[..., None], records]
+    """`data`, [layers, heads, tokens, ...] by record, with record i taken from records[layer, head, i].
+
+    Piece by piece: an index may have a GiB, and other threads are not to wait for all of it."""
+    moved = np.empty((*records.shape, *data.shape[3:]), data.dtype)
+    step = max(1, _PIECE_BYTES // max(1, math.prod(data.shape[3:]) * data.itemsize))
+    for layer, head in np.ndindex(*records.shape[:2]):
+        for first in range(0, records.shape[2], step):
+            piece = slice(first, first + step)
+            moved[layer, head, piece] = data[layer, head].take(records[layer, head, piece], axis=0)
+    return moved

@@ -69,12 +69,13 @@ def mapped(fd: int) -> Iterator[memoryview]:
 
 
 def read(fd: int) -> bytes:
-    """The whole content of a memfd."""
-    size_bytes = os.fstat(fd).st_size
-    if size_bytes == 0:
-        return b""
-    with mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
-        return mapping[:]
+    """The whole content of a memfd. The kernel copies it, so that other threads of Python go on meanwhile."""
+    pieces, left_bytes, done_bytes = list[bytes](), os.fstat(fd).st_size, 0
+    while left_bytes > 0 and (piece := os.pread(fd, left_bytes, done_bytes)):
+        pieces.append(piece)
+        done_bytes += len(piece)
+        left_bytes -= len(piece)
+    return b"".join(pieces)
 
 
 def held_bytes(fd: int) -> int:

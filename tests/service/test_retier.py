@@ -4,6 +4,7 @@ somebody has them; nothing is lost by it."""
 import os
 import struct
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -269,6 +270,23 @@ def test_a_malformed_index_of_one_user_ends_no_rewrite(tmp_path: Path) -> None:
         assert [(answer.code, answer.message) for answer in at.retier(old, other)] == [(0, ""), (0, "")]
         assert at.files("sidecars") == set()
         at.check(1, at.found(1))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_large_index_takes_little_more_than_three_times_its_size(rng: np.random.Generator, heads: int) -> None:
+    """A user chooses its size, up to a GiB, and the daemon takes the memory while it rewrites the pack."""
+    index = rng.integers(0, 256, (1, heads, 256, (64 << 20) // 256 // heads), np.uint8)
+    records = rng.permuted(np.tile(np.arange(256), (1, heads, 1)), axis=2)
+    blob = index_file.save(b"p" * 32, index)
+    tracemalloc.start()
+    try:
+        _, found = index_file.load(blob)
+        moved = index_file.save(b"p" * 32, index_file.reordered(found, records))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2.6 * len(blob)  # beside the blob
+    assert (index_file.load(moved)[1] == np.take_along_axis(index, records[..., None], axis=2)).all()
 
 
 def by_token(codes: NDArray[np.uint64], order: NDArray[np.uint16]) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Sessions decode behind packs that were rewritten as behind those that were written, whatever kind their records are."""
+"""Sessions decode behind packs that were rewritten as behind those before, whatever kind their records are."""
 
 from contextlib import closing
 from pathlib import Path

@@ -8,9 +8,10 @@ import torch
 
 from decode_worker.engine import prefill
 from decode_worker.engine.engine import Engine
+from kvstore_service.client import AdminClient
 from tests.support.daemon_process import Daemon
 
-from .conftest import DaemonFactory, EngineFactory, Expected, greedy, joined, random_ids
+from .conftest import DaemonFactory, EngineFactory, Expected, attached_tokens, greedy, joined, random_ids
 
 STEPS = 8
 CHUNK = 512
@@ -78,6 +79,32 @@ def test_a_prefix_is_the_same_after_a_restart_and_from_nvme(start_daemon: Daemon
     with joined(daemon, checkpoint) as engine:
         reused, logits, _ = prefilled(engine, prompt)
         assert (reused, torch.equal(logits, computed)) == (3 * CHUNK, True)
+
+
+@pytest.mark.timeout(120)
+def test_what_one_session_brought_into_dram_is_there_for_others_of_its_prefix(
+    start_daemon: DaemonFactory, checkpoint: Path
+) -> None:
+    daemon = start_daemon("64MiB")
+    prompt, settings = random_ids(2 * CHUNK + 1, 7), {"layer0": "offloaded"}
+    with joined(daemon, checkpoint, **settings) as engine:
+        prefilled(engine, prompt)
+    daemon.restart()
+    missed, held, texts = [], [], []
+    with (
+        AdminClient.connect(daemon.socket, daemon.broker) as admin,
+        joined(daemon, checkpoint, **settings) as first,
+        joined(daemon, checkpoint, **settings) as second,
+    ):
+        for engine in (first, second):
+            texts.append(attached_tokens(engine, prompt, STEPS))
+            counted = admin.get_status().counters
+            missed.append(counted["extent_misses"])
+            held.append(counted["frames_used"])
+    assert texts[0] == texts[1]
+    assert missed[0] > 0
+    assert missed[1] == missed[0]
+    assert held[1] == held[0] > 0
 
 
 @pytest.mark.timeout(120)

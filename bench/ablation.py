@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from bench.decoder import SEED, Document
 from bench.document import counters, scratch
-from bench.parts import some_of
+from bench.parts import count, some_of
 from bench.placement import best_static
 from bench.questions import Questions, counted, open_questions
 from bench.rivals import NotRun
@@ -111,11 +111,11 @@ def main() -> int:
         prog="python -m bench.ablation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", type=some_of(TRACES), default=tuple(TRACES), help="traces, such as demo,random")
-    parser.add_argument("--tokens", type=int, default=default.tokens)
-    parser.add_argument("--questions", type=int, default=default.questions, help="of demo")
-    parser.add_argument("--steps", type=int, default=default.decoded, help="of drifting and random")
+    parser.add_argument("--tokens", type=count, default=default.tokens)
+    parser.add_argument("--questions", type=count, default=default.questions, help="of demo")
+    parser.add_argument("--steps", type=count, default=default.decoded, help="of drifting and random")
     parser.add_argument("--dram", type=float, default=default.dram, help="part of the KV")
-    parser.add_argument("--repeats", type=int, default=default.repeats)
+    parser.add_argument("--repeats", type=count, default=default.repeats)
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     settings = Settings(a.dram, a.tokens, a.questions, decoded=a.steps, repeats=a.repeats)

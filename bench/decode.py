@@ -28,7 +28,7 @@ import torch
 
 from bench.comparison import OURS, USUAL, Comparison, Run, column, details, in_turn, ratios
 from bench.decoder import HITS, SEED, STEPS_MAX, WARM_STEPS, Document
-from bench.parts import run, some_of
+from bench.parts import count, run, some_of
 from bench.rivals import NotRun
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.synthetic.checkpoint import B8, Q05, Shape, random_checkpoint
@@ -72,9 +72,9 @@ def main() -> int:
     )
     parser.add_argument("--only", type=some_of(PARTS), default=tuple(PARTS), help="parts, such as speedup,growth")
     parser.add_argument("--contexts", type=_numbers, help="of speedup and q05, in tokens; multiples of 256")
-    parser.add_argument("--steps", type=int, default=default.steps, help="steps per repeat")
-    parser.add_argument("--repeats", type=int, default=default.repeats)
-    parser.add_argument("--threads", type=int, default=default.threads, help="of everybody: ours, torch, llama.cpp")
+    parser.add_argument("--steps", type=count, default=default.steps, help="steps per repeat")
+    parser.add_argument("--repeats", type=count, default=default.repeats)
+    parser.add_argument("--threads", type=count, default=default.threads, help="of everybody: ours, torch, llama.cpp")
     parser.add_argument(
         "--layer0", choices=("resident", "offloaded"), default=default.layer0, help="of speedup and q05"
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.document import scratch
+from bench.parts import count
 from bench.questions import open_questions
 from decode_worker.figures import Figure, print_json, print_table
 
@@ -57,8 +58,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=default.tokens)
-    parser.add_argument("--questions", type=int, default=default.questions)
+    parser.add_argument("--tokens", type=count, default=default.tokens)
+    parser.add_argument("--questions", type=count, default=default.questions)
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     figures = measure(Settings(a.tokens, a.questions))

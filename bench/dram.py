@@ -33,7 +33,7 @@ from bench.comparison import Run, Samples, column, in_turn
 from bench.decoder import HITS, SEED, Document, read_all
 from bench.document import counters, scratch
 from bench.fio import random_reads_per_s
-from bench.parts import some_of
+from bench.parts import count, some_of
 from bench.rivals import NotRun
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.records import RecordFormat
@@ -68,9 +68,9 @@ def main() -> int:
         prog="python -m bench.dram", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", type=some_of(PARTS), default=tuple(PARTS), help="parts, such as steps,first")
-    parser.add_argument("--tokens", type=int, default=default.tokens, help="131072 needs 5 GiB of disk")
-    parser.add_argument("--steps", type=int, default=default.steps, help="of a sample")
-    parser.add_argument("--repeats", type=int, default=default.repeats)
+    parser.add_argument("--tokens", type=count, default=default.tokens, help="131072 needs 5 GiB of disk")
+    parser.add_argument("--steps", type=count, default=default.steps, help="of a sample")
+    parser.add_argument("--repeats", type=count, default=default.repeats)
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     figures = measure(Settings(tokens=a.tokens, steps=a.steps, repeats=a.repeats), a.only)

@@ -38,7 +38,7 @@ from bench.full_attention import prefill as plain_prefill
 from bench.gpu_cells import LAUNCHED, OURS, TORCH, VARIANTS, Behind, Bench, Settings, label
 from bench.gpu_device import BenchDevice, Cuda, Processor
 from bench.gpu_transfer import transfers
-from bench.parts import some_of
+from bench.parts import count, directory, some_of
 from bench.rivals import NotRun
 from decode_worker.figures import Figure, print_table, report
 from decode_worker.kernels.sets import KERNELS
@@ -139,14 +139,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hits", type=float, default=default.hits, help="label hits per lookup")
     parser.add_argument("--delta", type=float, default=default.delta, help="part of a selection that a miss fetches")
     parser.add_argument("--budget", type=float, default=default.budget, help="selected part of the stored tokens")
-    parser.add_argument("--steps", type=int, default=default.steps, help="per repeat")
-    parser.add_argument("--repeats", type=int, default=default.repeats)
+    parser.add_argument("--steps", type=count, default=default.steps, help="per repeat")
+    parser.add_argument("--repeats", type=count, default=default.repeats)
     parser.add_argument(
         "--window", choices=("auto", *WINDOWS.names), default=default.window, help="of all parts but transfer"
     )
-    parser.add_argument("--copy-threads", type=int, default=default.copy_threads, help="the daemon's, but in transfer")
+    parser.add_argument(
+        "--copy-threads", type=count, default=default.copy_threads, help="the daemon's, but in transfer"
+    )
     parser.add_argument("--kernels", choices=KERNELS.names, default="triton", help="others: to try --shape tiny")
-    parser.add_argument("--directory", default="/var/tmp", help="the disk that packs are written to")
+    parser.add_argument("--directory", type=directory, default="/var/tmp", help="the disk that packs are written to")
     parser.add_argument("--out", type=Path, help="the JSON is written there too, after every figure")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--floors", action="store_true", help="print the floors of assumed rates; needs no device")

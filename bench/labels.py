@@ -22,6 +22,7 @@ from pathlib import Path
 
 from bench.decoder import SEED, WAIT_MS
 from bench.document import scratch
+from bench.parts import count
 from decode_worker.config import WorkerConfig
 from decode_worker.demo.document import load_words
 from decode_worker.demo.run import DEFAULT_MODEL
@@ -53,9 +54,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.labels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=default.tokens)
+    parser.add_argument("--tokens", type=count, default=default.tokens)
     parser.add_argument("--dram", type=float, default=default.dram, help="part of the document's KV that fits DRAM")
-    parser.add_argument("--repeats", type=int, default=default.repeats, help="questions")
+    parser.add_argument("--repeats", type=count, default=default.repeats, help="questions")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     figures = measure(Settings(a.tokens, a.dram, repeats=a.repeats))

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.decoder import SEED, Decoder, Document, Sample
 from bench.document import counters, scratch
+from bench.parts import count
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.policy.lookahead import Lookahead
 from decode_worker.synthetic.checkpoint import B8, Shape, random_checkpoint
@@ -59,10 +60,10 @@ def main() -> int:
     )
     parser.add_argument("--cases", default=",".join(default.cases), help="off comes first, as the rival of all")
     parser.add_argument("--dram", type=float, default=default.dram, help="part of the KV")
-    parser.add_argument("--tokens", type=int, default=default.tokens)
+    parser.add_argument("--tokens", type=count, default=default.tokens)
     parser.add_argument("--turn", type=float, default=default.turn, help="degrees")
-    parser.add_argument("--steps", type=int, default=default.steps, help="of a round")
-    parser.add_argument("--rounds", type=int, default=default.rounds)
+    parser.add_argument("--steps", type=count, default=default.steps, help="of a round")
+    parser.add_argument("--rounds", type=count, default=default.rounds)
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     cases = tuple(a.cases.split(","))

@@ -27,6 +27,7 @@ import numpy as np
 
 from bench.document import StoredDocument, counters, scratch
 from bench.fio import random_reads_per_s
+from bench.parts import count, directory
 from bench.rivals import NotRun
 from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.client.private import PrivateDaemon
@@ -66,8 +67,10 @@ Rates = dict[str, list[float]]  # reader ("" is the daemon) -> reads per second 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.nvme", description=__doc__)
-    parser.add_argument("--directory", default="/var/tmp", help="where the packs lie: the disk that is measured")
-    parser.add_argument("--depth", type=int, default=DEPTH, help="reads in flight")
+    parser.add_argument(
+        "--directory", type=directory, default="/var/tmp", help="where the packs lie: the disk that is measured"
+    )
+    parser.add_argument("--depth", type=count, default=DEPTH, help="reads in flight")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     figures = measure(Path(arguments.directory), depth=arguments.depth)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.document import scratch
+from bench.parts import count
 from bench.traces import Trace, demo
 from decode_worker.config import WorkerConfig
 from decode_worker.demo.run import DEFAULT_MODEL
@@ -37,8 +38,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.orders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=8 << 10)
-    parser.add_argument("--questions", type=int, default=10)
+    parser.add_argument("--tokens", type=count, default=8 << 10)
+    parser.add_argument("--questions", type=count, default=10)
     parser.add_argument("--budget", type=float, default=0.1, help="selected part of the stored tokens")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()

@@ -1,6 +1,8 @@
-"""The parts of benchmarks that have some: chosen by --only, and run one after the other."""
+"""What benchmarks take from the command line: numbers, directories, and the parts of those that have some, which run
+one after the other."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +26,20 @@ def some_of(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         return chosen
 
     return parts
+
+
+def count(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number, 1 or more")
+    return int(text)
+
+
+def directory(text: str) -> Path:
+    """An argparse type."""
+    if not os.access(text, os.W_OK | os.X_OK) or not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no directory that can be written to")
+    return Path(text)
 
 
 def run(parts: Iterable[str], of: Mapping[str, Callable[[S, Path], list[Figure]]], settings: S) -> list[Figure]:

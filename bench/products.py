@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from bench.parts import count
 from decode_worker.figures import Figure, print_json, print_table
 from decode_worker.kernels.products import PRODUCTS, Products
 from decode_worker.kernels.products.base import WEIGHTS
@@ -59,9 +60,9 @@ def main() -> int:
         prog="python -m bench.products", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", default=",".join(map(str, default.rows)), help="sessions of a step")
-    parser.add_argument("--steps", type=int, default=default.steps, help="steps per repeat")
-    parser.add_argument("--repeats", type=int, default=default.repeats)
-    parser.add_argument("--threads", type=int, default=default.threads)
+    parser.add_argument("--steps", type=count, default=default.steps, help="steps per repeat")
+    parser.add_argument("--repeats", type=count, default=default.repeats)
+    parser.add_argument("--threads", type=count, default=default.threads)
     parser.add_argument("--compute", default=default.compute, choices=tuple(STORAGE_DTYPES))
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()

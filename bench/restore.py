@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from bench.document import scratch
+from bench.parts import count
 from decode_worker.config import WorkerConfig
 from decode_worker.demo.run import DEFAULT_MODEL
 from decode_worker.engine.engine import Engine
@@ -51,7 +52,7 @@ def main() -> int:
         prog="python -m bench.restore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--contexts", default=",".join(map(str, default.contexts)), help="tokens of a prompt")
-    parser.add_argument("--repeats", type=int, default=default.repeats)
+    parser.add_argument("--repeats", type=count, default=default.repeats)
     parser.add_argument("--shipped", action="store_true", help="the shipped model, not random weights of shape B8")
     parser.add_argument("--compute", default=default.compute, choices=tuple(STORAGE_DTYPES))
     parser.add_argument("--json", action="store_true")

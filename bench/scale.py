@@ -26,6 +26,7 @@ from itertools import islice
 from pathlib import Path
 
 from bench.document import scratch
+from bench.parts import directory
 from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.client import KindSpec, Layout, PrefixCandidate, StoreClient, StoreError
 from kvstore_service.client.private import PrivateDaemon
@@ -60,7 +61,9 @@ class Measured:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.scale", description=__doc__)
-    parser.add_argument("--directory", default="/var/tmp", help="where the packs' files are made: a disk")
+    parser.add_argument(
+        "--directory", type=directory, default="/var/tmp", help="where the packs' files are made: a disk"
+    )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of packs, rising")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bench.decoder import SEED, WAIT_MS
 from bench.document import scratch
+from bench.parts import count
 from bench.questions import demo_kv_bytes
 from decode_worker.config import WorkerConfig
 from decode_worker.demo.document import load_words
@@ -51,10 +52,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.seed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=default.tokens)
+    parser.add_argument("--tokens", type=count, default=default.tokens)
     parser.add_argument("--dram", type=float, default=default.dram, help="part of the prompt's KV that fits DRAM")
-    parser.add_argument("--steps", type=int, default=default.steps)
-    parser.add_argument("--repeats", type=int, default=default.repeats)
+    parser.add_argument("--steps", type=count, default=default.steps)
+    parser.add_argument("--repeats", type=count, default=default.repeats)
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     figures = measure(Settings(a.tokens, a.dram, a.steps, a.repeats))

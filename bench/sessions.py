@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from bench.document import scratch
+from bench.parts import count
 from decode_worker.config import WorkerConfig
 from decode_worker.demo.run import DEFAULT_MODEL
 from decode_worker.engine.engine import Engine
@@ -49,7 +50,7 @@ def main() -> int:
         prog="python -m bench.sessions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name in ("sessions", "prompt", "steps", "repeats", "threads"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
+        parser.add_argument(f"--{name}", type=count, default=getattr(default, name))
     parser.add_argument("--dram-bytes", type=parse_size, default=default.dram_bytes, help="the daemon's DRAM tier")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()

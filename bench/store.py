@@ -19,7 +19,7 @@ from bench import gather, nvme, ring
 from bench.compiled import compiled
 from bench.document import StoredDocument, scratch
 from bench.fio import write_bytes_per_s
-from bench.parts import some_of
+from bench.parts import count, directory, some_of
 from bench.rivals import NotRun
 from decode_worker.figures import Figure, print_json, print_table
 from kvstore_service.client.private import PrivateDaemon
@@ -49,8 +49,8 @@ def main() -> int:
         prog="python -m bench.store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", type=some_of(PARTS), default=tuple(PARTS), help="parts, such as nvme,ingest")
-    parser.add_argument("--directory", type=Path, default=Settings.directory, help="the disk that is measured")
-    parser.add_argument("--repeats", type=int, default=Settings.repeats)
+    parser.add_argument("--directory", type=directory, default=Settings.directory, help="the disk that is measured")
+    parser.add_argument("--repeats", type=count, default=Settings.repeats)
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     figures = measure(Settings(directory=a.directory, repeats=a.repeats), a.only)

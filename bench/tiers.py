@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.document import scratch
+from bench.parts import count
 from bench.placement import Hits, Keys, belady, best_static, most_used_so_far
 from bench.stalled import replay_with_stalled_kept, waiting_tickets
 from bench.traces import Trace, demo, synthetic
@@ -61,8 +62,8 @@ def main() -> int:
         prog="python -m bench.tiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(TRACES), help="traces, such as demo,random")
-    parser.add_argument("--steps", type=int, default=default.steps, help="of drifting and random")
-    parser.add_argument("--questions", type=int, default=default.demo_questions, help="of demo")
+    parser.add_argument("--steps", type=count, default=default.steps, help="of drifting and random")
+    parser.add_argument("--questions", type=count, default=default.demo_questions, help="of demo")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where traces are kept, as TRACE.npz, and taken from")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()

@@ -10,6 +10,8 @@ One document is stored in daemons whose DRAM has 100, 50, 25 and 12.5 % of its K
               the steps behind it; `.labels`: where those of the session before are kept
     checksum  `checksum_share.decode.PERCENT` and `.cold.PERCENT`: what one thread takes for the checksums of the bytes
               that were read, as a part of a step and of reading the whole document, most of it from the disk
+    shared    `shared_step_ratio.2`: a step whose tickets two copy threads share, with a ring for each, / one whose
+              tickets one of them serves; every head misses, and all KV is in DRAM
 
 Tokens are random: what misses exchanges most of its set. The quarter of the heads that misses is always the same one,
 so DRAM for a quarter of the KV comes to hold nearly all that is ever wanted: `dram_read_per_moved` says how much it
@@ -45,6 +47,7 @@ FIO = "fio"
 FIO_BYTES, FIO_DEPTH, FIO_S = 64 << 10, 32, 1.0
 CHECKED_BYTES = 32 << 20
 BUILD_BYTES = 16
+RINGS = 2
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,22 @@ def first(settings: Settings, documents: Documents, directory: Path) -> list[Fig
     ]
 
 
+def shared(settings: Settings, documents: Documents, directory: Path) -> list[Figure]:
+    with Document(
+        documents[ALL].checkpoint, directory / "shared", settings.tokens, daemon_options=(f"--copy-threads={RINGS}",),
+        budget=settings.part_budget, layer0="offloaded", threads=settings.threads,
+    ) as document:  # fmt: skip
+        decoders = {str(rings): document.decoder("qsac", HITS["miss"], decode_rings=rings) for rings in (1, RINGS)}
+        samples = in_turn({rings: each.run for rings, each in decoders.items()}, settings.steps, settings.repeats)
+        for decoder in decoders.values():
+            decoder.close()
+    alone, together = (column(samples[rings], "step") for rings in decoders)
+    return [
+        Figure.of_runs(f"shared_step_ratio.{RINGS}", _paired(together, alone), "x a step with one ring"),
+        Figure.of_runs(f"shared_step_ms.{RINGS}", together, "ms", "one ring", alone),
+    ]
+
+
 def checksum(settings: Settings, documents: Documents, directory: Path) -> list[Figure]:
     document = documents[PART]
     decoder = document.decoder("qsac", HITS["hit75"])
@@ -198,7 +217,7 @@ def checksum(settings: Settings, documents: Documents, directory: Path) -> list[
 
 
 PARTS: dict[str, Callable[[Settings, Documents, Path], list[Figure]]] = {
-    part.__name__: part for part in (steps, first, checksum)
+    part.__name__: part for part in (steps, first, checksum, shared)
 }
 
 

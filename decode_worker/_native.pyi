@@ -209,7 +209,7 @@ class Step:
         state: HeadState,
         select: Callable[..., NDArray[np.int32]],  # (layer, slot, head, query, low, high, k, unit) -> ids, ascending
         projection: NDArray[np.float32] | None,  # [layers, H, d, 256]: selects by hash, and never asks `select`
-        ring: RingProducer | None,
+        rings: list[RingProducer],  # of one geometry, 8 at most, which share each ticket's runs
         window: NDArray[np.uint8],
         *,
         reuses: bool,

@@ -84,6 +84,7 @@ class WorkerConfig:
     graph: str = "auto"
     sync: str = "flags"
     threads: int = 1
+    decode_rings: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -227,6 +228,9 @@ KEYS = (
         "flags: a step is never waited for; layer: the host waits at each layer, to compare",
     ),
     Key("threads", None, count(1, 1024), "threads of the worker's kernels"),
+    Key(
+        "decode_rings", None, count(1, 8), "rings that share a layer's tickets, each for a copy thread of the daemon's"
+    ),
     Key("seed", None, count(0, 1 << 62), "seed of sampling"),
 )
 DEFAULTS = {field.name: field.default for field in fields(WorkerConfig) if field.default is not MISSING}

@@ -35,7 +35,8 @@ class Transport:
     """Registers with the daemon and maps what it shares. One thread uses it at a time.
 
     `window` is where records arrive, `staging` what STORE tickets read; `decode` is the ring of the decode steps,
-    `bulk` the one of restores and stores. After a RingTimeout everything is poisoned: close, and make a new Transport.
+    `more_decode` are others that share their tickets, `bulk` is the one of restores and stores. After a RingTimeout
+    everything is poisoned: close, and make a new Transport.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Transport:
         bulk_ring: RingGeometry,
         wait_ms: int,
         windows: Sequence[str],
+        decode_rings: int = 1,
     ) -> None:
         """windows: by name, the best first. The first one that the daemon has and that works is taken; StoreError or
         WindowError, with all the reasons, if there is none. `device` is closed with it."""
@@ -64,7 +66,7 @@ class Transport:
             slots=slots,
             window_bytes=window_bytes,
             staging_bytes=staging_bytes,
-            rings=[decode_ring, bulk_ring],
+            rings=[*[decode_ring] * decode_rings, bulk_ring],
             wait_ms=wait_ms,
         )
         self.windows_refused: dict[str, str] = {}  # by name, why they were not taken
@@ -111,9 +113,10 @@ class Transport:
             self.staging = Staging(self, np.frombuffer(self._staging_map, dtype=np.uint8))
             undo.callback(self._close_staging)
             self.pack_tokens = memory.pack_tokens
-            self.decode, self.bulk = (_native.RingProducer(*fds) for fds in memory.rings)
-            undo.callback(self.decode.close)
-            undo.callback(self.bulk.close)
+            rings = [_native.RingProducer(*fds) for fds in memory.rings]
+            for ring in rings:
+                undo.callback(ring.close)
+            (self.decode, *self.more_decode), self.bulk = rings[:-1], rings[-1]
             undo.callback(self._device.close)
             self.client.serve_rings()
             try_window(self.window, self._device, self.bulk if self._device.wakes else self.decode, self.wait_us)
@@ -122,7 +125,7 @@ class Transport:
     @property
     def poisoned(self) -> bool:
         """Whether there was a RingTimeout, whichever ring it was."""
-        return self.decode.poisoned or self.bulk.poisoned
+        return any(ring.poisoned for ring in (self.decode, *self.more_decode, self.bulk))
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
@@ -210,7 +213,8 @@ class Transport:
     def close(self) -> None:
         """All of it, also of a device whose every call fails by now: that error is raised then."""
         close_all(
-            self._device.close, self.decode.close, self.bulk.close, self.window.close, self._close_staging
+            self._device.close, self.decode.close, *(ring.close for ring in self.more_decode), self.bulk.close,
+            self.window.close, self._close_staging,
         )  # fmt: skip
 
     def _close_staging(self) -> None:

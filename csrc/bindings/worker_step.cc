@@ -128,15 +128,22 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
+std::vector<RingProducer*> producers(const nb::list& rings) {
+  require(rings.size() <= kRingsMax, "a step has at most " + std::to_string(kRingsMax) + " rings");
+  std::vector<RingProducer*> all;
+  for (nb::handle ring : rings) all.push_back(nb::cast<RingProducer*>(ring));
+  return all;
+}
+
 class BoundStep {
  public:
-  BoundStep(nb::object state, nb::object retriever_select, std::optional<Array<const float>> projection,
-            nb::object ring, Array<uint8_t> window, bool reuses, bool keeps, bool whole, int stamp, float cos_floor,
+  BoundStep(nb::object state, nb::object retriever_select, std::optional<Array<const float>> projection, nb::list rings,
+            Array<uint8_t> window, bool reuses, bool keeps, bool whole, int stamp, float cos_floor,
             const std::vector<std::pair<int, size_t>>& kinds, float scale, int threads, bool stale_fails,
             uint64_t wait_us, int ahead_steps, int64_t ahead_records_max)
       : arrays_(std::move(state)),
-        ring_object_(std::move(ring)),
-        ring_(ring_object_.is_none() ? nullptr : nb::cast<RingProducer*>(ring_object_)),
+        ring_objects_(std::move(rings)),
+        rings_(producers(ring_objects_)),
         window_(std::move(window)),
         maps_(arrays_.state.shape.slots, arrays_.state.shape.heads),
         kept_(arrays_.state.shape.slots) {
@@ -199,12 +206,13 @@ class BoundStep {
     step_->begin({rows, slots_.data(), positions_.data(), step});
   }
 
-  // Without the ring: what a step would post, for whoever stores it himself.
+  // Without rings: what a step would post, for whoever stores it himself.
   nb::tuple plan(int layer, Array<const float> query, int kind) {
     check_query(layer, query);
     {
+      Rings none;
       nb::gil_scoped_release release;
-      step_->look_up(nullptr, layer, query.data(), static_cast<QueryKind>(kind), {});
+      step_->look_up(none, layer, query.data(), static_cast<QueryKind>(kind), {});
     }
     return ticket(step_->outbox());
   }
@@ -212,8 +220,9 @@ class BoundStep {
   nb::tuple plan_ahead(int layer, Array<const float> query) {
     check_query(layer, query);
     {
+      Rings none;
       nb::gil_scoped_release release;
-      step_->look_ahead(nullptr, layer, query.data());
+      step_->look_ahead(none, layer, query.data());
     }
     return ticket(step_->hints());
   }
@@ -221,7 +230,7 @@ class BoundStep {
   void look_ahead(int layer, Array<const float> query) {
     check_query(layer, query);
     nb::gil_scoped_release release;
-    step_->look_ahead(ring_, layer, query.data());
+    step_->look_ahead(rings_, layer, query.data());
   }
 
   void commit(int layer, std::optional<Array<const uint32_t>> statuses) {
@@ -235,13 +244,13 @@ class BoundStep {
   void look_up(int layer, Array<const float> query, int kind) {
     check_query(layer, query);
     nb::gil_scoped_release release;
-    step_->look_up(ring_, layer, query.data(), static_cast<QueryKind>(kind), check_signals);
+    step_->look_up(rings_, layer, query.data(), static_cast<QueryKind>(kind), check_signals);
   }
 
   void arrive(int layer, Array<const float> key, Array<const float> value) {
     check_token(layer, key, value);
     nb::gil_scoped_release release;
-    if (ring_) step_->await(*ring_, layer, wait_us(), check_signals);
+    if (!rings_.empty()) step_->await(rings_, layer, wait_us(), check_signals);
     step_->append(layer, key.data(), value.data());
   }
 
@@ -254,7 +263,7 @@ class BoundStep {
   void await(int layer) {
     check_layer(layer);
     nb::gil_scoped_release release;
-    step_->await(*ring_, layer, wait_us(), check_signals);
+    step_->await(rings_, layer, wait_us(), check_signals);
   }
 
   void attend(int layer, Array<const float> query, Array<float> out, Array<float> lse) {
@@ -271,7 +280,7 @@ class BoundStep {
     for (int layer = 0; layer < arrays_.state.shape.layers; ++layer) {
       if (!step_->awaits(layer)) continue;
       try {
-        step_->await(*ring_, layer, timeout_us, {});
+        step_->await(rings_, layer, timeout_us, {});
       } catch (const RingError&) {
         step_->commit(layer, {});
       }
@@ -304,8 +313,8 @@ class BoundStep {
   }
 
   StateArrays arrays_;
-  nb::object ring_object_;
-  RingProducer* ring_;
+  nb::list ring_objects_;
+  Rings rings_;
   Array<uint8_t> window_;
   RecordMaps maps_;
   std::vector<std::vector<nb::object>> kept_;  // arrays of each slot's packs
@@ -323,10 +332,10 @@ void bind_step(nb::module_& m) {
   m.attr("FAULT_TAIL_FULL") = int32_t(StepFault::kTailFull);
   m.attr("FAULT_NOT_POSTED") = int32_t(StepFault::kNotPosted);
   nb::class_<BoundStep>(m, "Step")
-      .def(nb::init<nb::object, nb::object, std::optional<Array<const float>>, nb::object, Array<uint8_t>, bool, bool,
+      .def(nb::init<nb::object, nb::object, std::optional<Array<const float>>, nb::list, Array<uint8_t>, bool, bool,
                     bool, int, float, const std::vector<std::pair<int, size_t>>&, float, int, bool, uint64_t, int,
                     int64_t>(),
-           "state"_a, "select"_a.none(), "projection"_a.none(), "ring"_a.none(), "window"_a.noconvert(), nb::kw_only(),
+           "state"_a, "select"_a.none(), "projection"_a.none(), "rings"_a, "window"_a.noconvert(), nb::kw_only(),
            "reuses"_a, "keeps"_a, "whole"_a, "stamp"_a, "cos_floor"_a, "kinds"_a, "scale"_a, "threads"_a,
            "stale_fails"_a, "wait_us"_a, "ahead_steps"_a, "ahead_records_max"_a)
       .def("extend", &BoundStep::extend, "slot"_a, "first"_a, "order"_a, "codes"_a.none())

@@ -25,34 +25,35 @@ void Step::begin(const Rows& rows) {
   }
 }
 
-void Step::look_up(RingProducer* ring, int layer, const float* query, QueryKind kind, const CheckIn& check_in) {
+void Step::look_up(Rings& rings, int layer, const float* query, QueryKind kind, const CheckIn& check_in) {
   Posted& posted = tickets_[layer];
-  if (posted.seq) throw std::logic_error("look_up: the layer's ticket is under way");
+  if (posted.ticket.under_way()) throw std::logic_error("look_up: the layer's ticket is under way");
   look_up_.plan(layer, rows_, query, kind, out_);
   if (out_.wishes.empty()) return;
   std::swap(posted.wishes, out_.wishes);
-  if (!ring) return;
+  if (rings.empty()) return;
   try {
-    posted.seq = ring->post(Op::kGather, uint32_t(rows_.step), uint16_t(layer), out_.runs, out_.pairs,
-                            settings_.wait_us, check_in);
+    rings.post(posted.ticket, Op::kGather, uint32_t(rows_.step), uint16_t(layer), out_.runs, out_.pairs,
+               settings_.wait_us, check_in);
   } catch (...) {
-    commit(layer, {});
+    if (!posted.ticket.under_way()) commit(layer, {});
     throw;
   }
 }
 
-void Step::look_ahead(RingProducer* ring, int layer, const float* query) {
+void Step::look_ahead(Rings& rings, int layer, const float* query) {
   look_ahead_.plan(layer, rows_, query, hints_);
-  if (!ring || hints_.runs.empty()) return;
-  const bool room = ring->has_room_for_hint();
+  if (rings.empty() || hints_.runs.empty()) return;
+  RingProducer& ring = rings.first();
+  const bool room = ring.has_room_for_hint();
   state_.counters[int(Counter::kHinted)] += int64_t(hints_.pairs.size());
   state_.counters[int(Counter::kHintsDropped)] += room ? 0 : int64_t(hints_.pairs.size());
-  if (room) ring->post(Op::kPromote, uint32_t(rows_.step), uint16_t(layer), hints_.runs, hints_.pairs, 0);
+  if (room) ring.post(Op::kPromote, uint32_t(rows_.step), uint16_t(layer), hints_.runs, hints_.pairs, 0);
 }
 
 void Step::commit(int layer, std::span<const RunResult> results) {
   Posted& posted = tickets_[layer];
-  posted.seq = 0;
+  posted.ticket = {};
   for (size_t i = 0; i < posted.wishes.size(); ++i) {
     const Wish& wish = posted.wishes[i];
     const bool answered = i < results.size();
@@ -71,9 +72,9 @@ void Step::commit(int layer, std::span<const RunResult> results) {
   posted.wishes.clear();
 }
 
-void Step::await(RingProducer& ring, int layer, uint64_t timeout_us, const CheckIn& check_in) {
+void Step::await(Rings& rings, int layer, uint64_t timeout_us, const CheckIn& check_in) {
   if (!awaits(layer)) return;
-  commit(layer, ring.wait(tickets_[layer].seq, timeout_us, kSpinUs, check_in));
+  commit(layer, rings.wait(tickets_[layer].ticket, timeout_us, kSpinUs, check_in));
 }
 
 uint8_t* Step::window_at(uint64_t at, size_t bytes) const {

@@ -11,7 +11,7 @@
 #include "cpu/head_state.h"
 #include "cpu/look_ahead.h"
 #include "cpu/look_up.h"
-#include "ring/producer.h"
+#include "ring/rings.h"
 
 namespace headgate {
 
@@ -39,18 +39,18 @@ class Step {
 
   void begin(const Rows& rows);
 
-  // Plans; with a ring also posts.
-  void look_up(RingProducer* ring, int layer, const float* query, QueryKind kind, const CheckIn& check_in);
+  // Plans; with rings also posts.
+  void look_up(Rings& rings, int layer, const float* query, QueryKind kind, const CheckIn& check_in);
   const Outbox& outbox() const { return out_; }
-  // Hints what heads of the layer will select with such a query; with a ring also posts, if it has room.
-  void look_ahead(RingProducer* ring, int layer, const float* query);
+  // Hints what heads of the layer will select with such a query; with rings also posts, if the first one has room.
+  void look_ahead(Rings& rings, int layer, const float* query);
   const Outbox& hints() const { return hints_; }
 
   // Takes the results of the layer's runs. No results at all: the ticket was never posted.
   void commit(int layer, std::span<const RunResult> results);
   // Waits for the layer's ticket and commits it, if there is one.
-  void await(RingProducer& ring, int layer, uint64_t timeout_us, const CheckIn& check_in);
-  bool awaits(int layer) const { return tickets_[layer].seq != 0; }
+  void await(Rings& rings, int layer, uint64_t timeout_us, const CheckIn& check_in);
+  bool awaits(int layer) const { return tickets_[layer].ticket.under_way(); }
   const StepSettings& settings() const { return settings_; }
 
   // Writes the rows' new tokens. key, value: [rows][heads][d].
@@ -60,7 +60,7 @@ class Step {
 
  private:
   struct Posted {
-    uint64_t seq = 0;  // 0: nothing is under way
+    SharedTicket ticket;
     std::vector<Wish> wishes;
   };
 

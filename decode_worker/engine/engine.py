@@ -134,7 +134,7 @@ class Engine:
             scale=self.model.scale, threads=config.threads, stale_fails=config.stale == "fail",
             wait_us=self.transport.wait_us, frames=window.frames,
             stored=RecordKind(self.records.code, self.records.record_bytes),
-            lookahead=Lookahead.of(config.lookahead),
+            lookahead=Lookahead.of(config.lookahead), more_rings=tuple(self.transport.more_decode),
         )  # fmt: skip
         products = PRODUCTS[config.kernels](self.model, config.slots, config.threads, config.weights)
         graphs = Graphs(self.device) if config.graph == "auto" and self.device.graphs else None
@@ -164,6 +164,7 @@ class Engine:
             bulk_ring=RingGeometry(BULK_TICKETS, BULK_RUNS_MAX, BULK_PAIRS_MAX),
             wait_ms=config.wait_ms,
             windows=self.device.windows if config.window == "auto" else (config.window,),
+            decode_rings=config.decode_rings,
         )
 
     # --- sessions ---

@@ -67,6 +67,7 @@ class StepContext:
     frames: Frames | None = None
     stored: RecordKind | None = None  # None: as it writes them
     lookahead: Lookahead = OFF
+    more_rings: tuple[_native.RingProducer, ...] = ()  # beside `ring`, of the same geometry
 
     @property
     def hinted_records_max(self) -> int:
@@ -103,11 +104,13 @@ class Kernels(ABC):
     whatever its heads hold, and the others are not concerned. RingError is raised for what concerns all of them.
     `gathers`: whether it copies records that the daemon delivers elsewhere to their places in the window.
     `mixes`: whether it attends over records of two kinds. `looks_ahead`: whether it hints what heads will want.
+    `shares`: whether it posts to several rings.
     """
 
     gathers: ClassVar[bool] = False
     mixes: ClassVar[bool] = True
     looks_ahead: ClassVar[bool] = True
+    shares: ClassVar[bool] = False
 
     def __init__(self, context: StepContext) -> None:
         """ValueError for a window or for records that it cannot work on."""
@@ -118,6 +121,8 @@ class Kernels(ABC):
             )
         if context.lookahead and not self.looks_ahead:
             raise ValueError("lookahead: these kernels do not look ahead; give --lookahead off or --kernels cpu")
+        if context.more_rings and not self.shares:
+            raise ValueError("decode_rings: these kernels post to one ring; give --decode-rings 1 or --kernels cpu")
         if context.landing is not context.window and not self.gathers:
             raise ValueError(
                 "window: kernels on a CPU read only where the daemon delivers; give --window shm or --kernels triton"

@@ -25,6 +25,8 @@ class CpuKernels(Kernels):
     Tensors go as capsules: `Tensor.__dlpack__`, which nanobind would call, is Python. It takes ten times as long, and
     an interrupt that comes in it is lost: nanobind takes it for a refusal and asks again."""
 
+    shares = True
+
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
         settings, retriever = context.settings, context.retriever
@@ -34,7 +36,7 @@ class CpuKernels(Kernels):
             context.state,
             partial(_select, retriever, self._views),  # not a method: Step would hold its own holder
             retriever.projection if isinstance(retriever, HashRetriever) else None,
-            context.ring,
+            [] if context.ring is None else [context.ring, *context.more_rings],
             context.window.numpy(),
             reuses=settings.reuse.by_label,
             keeps=settings.cache.keeps,

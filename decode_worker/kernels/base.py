@@ -179,12 +179,13 @@ class Kernels(ABC):
 
     def look_ahead(self, layer: int, query: torch.Tensor) -> None:
         """query: as in `look_up`, whatever it was made of. Hints (PROMOTE) which records heads of the layer lack that
-        will miss soon; changes no head, waits for nothing, and hints at most so much in a step."""
-        raise NotImplementedError
+        will miss soon; changes no head, waits for nothing, and hints at most so much in a step. TypeError for a set
+        that does not look ahead."""
+        raise TypeError(f"{type(self).__name__} does not look ahead")
 
     def plan_ahead(self, layer: int, query: torch.Tensor) -> Ticket | None:
         """`look_ahead` without posting."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not look ahead")
 
     # --- the halves of `look_up` and `arrive`, for whoever carries tickets out himself ---
 
